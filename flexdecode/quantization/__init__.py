@@ -1,0 +1,1 @@
+"""Integer weights in one canonical form, and (later) the search that makes them."""
