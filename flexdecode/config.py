@@ -85,7 +85,9 @@ class MoeConfig:
     router_bias: bool = False
     normalize: bool = True
     select_first: bool = False
-    swiglu_limit: float | None = None  # clamped_swiglu only
+    # clamped_swiglu only (gpt-oss): (clamp(up) + 1) * clamp(gate) * sigmoid(alpha * clamp(gate))
+    swiglu_alpha: float = 1.702
+    swiglu_limit: float = 7.0
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,126 @@
+"""attend: the one call through which every layer's attention goes, and the choice of who computes it.
+
+Backends are chosen once, at start-up, for what a model's layers need; nothing falls back afterwards.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from flexdecode.attention.backends import reference, sdpa
+from flexdecode.attention.cache import KVCache
+from flexdecode.attention.plan import AttentionPlan
+from flexdecode.attention.scores import ScoreMod
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a layer asks of a backend; errors print it whole."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+    kv_dtype: torch.dtype
+    device: str
+    score: ScoreMod | None = None
+    sinks: bool = False
+    return_lse: bool = False
+
+
+class Backend(Protocol):
+    """A way to compute attention. `unsupported` gives the reason why a request cannot be served, or None."""
+
+    name: str
+
+    def unsupported(self, request: Request) -> str | None: ...
+
+    def run(
+        self,
+        q_THD: Tensor,
+        cache: KVCache,
+        layer: int,
+        plan: AttentionPlan,
+        score: ScoreMod | None,
+        sinks_H: Tensor | None,
+        scale: float,
+        return_lse: bool,
+    ) -> tuple[Tensor, Tensor | None]: ...
+
+
+# In the order of preference.
+BACKENDS: tuple[Backend, ...] = (sdpa.Sdpa(), reference.Reference())
+
+
+def choose(request: Request, wanted: str = "auto") -> Backend:
+    """The first backend that serves `request`, or the one asked for by name.
+
+    Raises ValueError with the reasons where none does, or where the one asked for cannot.
+    """
+    names = [backend.name for backend in BACKENDS]
+    if wanted != "auto" and wanted not in names:
+        raise ValueError(f"attention backend {wanted!r} is not known (known: auto, {', '.join(names)})")
+    reasons = {}
+    for backend in BACKENDS:
+        if wanted not in ("auto", backend.name):
+            continue
+        reason = backend.unsupported(request)
+        if reason is None:
+            return backend
+        reasons[backend.name] = reason
+    told = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
+    raise ValueError(f"no attention backend serves {request}: {told}")
+
+
+def attend(
+    q_THD: Tensor,
+    cache: KVCache,
+    layer: int,
+    plan: AttentionPlan,
+    *,
+    score: ScoreMod | None = None,
+    sinks: Tensor | None = None,
+    scale: float | None = None,
+    return_lse: bool = False,
+    backend: Backend | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attention of the packed queries q_THD [tokens, heads, head_dim] over the cached keys of `layer`.
+
+    sinks [heads] fp32 joins each head's softmax denominator; scale defaults to head_dim ** -0.5. Returns
+    [tokens, heads, v_head_dim] in q's dtype, and with `return_lse` the natural-log sum of exponentials, fp32
+    [tokens, heads], sinks included. A row that sees nothing gives 0 and -inf (with sinks: the sink).
+    """
+    tokens, heads, head_dim = q_THD.shape
+    if tokens != plan.rows:
+        raise ValueError(f"q has {tokens} tokens, the plan {plan.rows}")
+    if cache.group_of[layer] != plan.group:
+        raise ValueError(f"layer {layer} has the mask {cache.layers[layer].mask}, the plan was made for {plan.mask}")
+    shape = cache.layers[layer]
+    if heads % shape.kv_heads or head_dim != shape.head_dim:
+        raise ValueError(
+            f"q has {heads} heads of {head_dim}, layer {layer} caches {shape.kv_heads} kv_heads of {shape.head_dim}"
+        )
+    if backend is None:
+        backend = choose(
+            Request(
+                heads,
+                shape.kv_heads,
+                head_dim,
+                q_THD.dtype,
+                cache.dtype,
+                q_THD.device.type,
+                score,
+                sinks is not None,
+                return_lse,
+            )
+        )
+    scale = head_dim**-0.5 if scale is None else scale
+    out, lse = backend.run(q_THD, cache, layer, plan, score, sinks, scale, return_lse)
+    if return_lse:
+        assert lse is not None
+        return out, lse
+    return out

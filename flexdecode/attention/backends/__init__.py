@@ -1,0 +1,1 @@
+"""Ways to compute attention, one file each. A backend states what it cannot do, and why."""

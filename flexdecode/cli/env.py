@@ -1,0 +1,52 @@
+"""`flexdecode env`: what is installed and what this machine can do, for a report of a fault or of a speed."""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+from typing import Any
+
+from flexdecode import __version__
+from flexdecode.cli import machine
+from flexdecode.cli.options import OutputOptions
+from flexdecode.cli.output import print_report, write_json
+from flexdecode.cli.verb import verb
+
+NAME = "env"
+HELP = "Show versions, processor, memory, devices and compiler."
+
+# Variables of others that change what flexdecode does; a token's value is never printed.
+VARIABLES = ("HF_HOME", "HF_HUB_OFFLINE", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "CXX")
+
+
+@verb
+def command(output: OutputOptions) -> None:
+    report = gather()
+    if output.json:
+        write_json(report)
+    else:
+        print_report(report, f"flexdecode {__version__}")
+
+
+def gather() -> dict[str, Any]:
+    """The whole report as plain data."""
+    devices = machine.cuda_devices()
+    variables = {name: os.environ[name] for name in VARIABLES if name in os.environ}
+    variables |= {name: value for name, value in sorted(os.environ.items()) if name.startswith("FLEXDECODE_")}
+    return {
+        "flexdecode": __version__,
+        "python": platform.python_version(),
+        "executable": sys.executable,
+        "platform": platform.platform(),
+        "cuda": f"{len(devices)} device{'' if len(devices) == 1 else 's'}" if devices else "no device",
+        "kernels": "torch's operators; flexdecode has no compiled kernels of its own yet",
+        "versions": machine.versions(),
+        "cpu": machine.cpu(),
+        "memory": machine.memory(),
+        "torch": machine.torch_state(),
+        "compiler": machine.compiler(),
+        "cuda_devices": devices,
+        "demo_model": machine.demo_package(),
+        "variables": variables,
+    }
