@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -81,15 +81,15 @@ def read_header(file: Path) -> dict[str, Entry]:
     return entries
 
 
-def _entry(file: Path, name: str, record: Mapping[str, object], start: int) -> Entry:
+def _entry(file: Path, name: str, record: Any, start: int) -> Entry:
     try:
-        kind, dims, offsets = record["dtype"], record["shape"], record["data_offsets"]
-        assert isinstance(dims, list) and isinstance(offsets, list) and all(isinstance(x, int) for x in dims + offsets)
-        shape = tuple(dims)
-        begin, end = offsets
-        assert 0 <= begin <= end and all(x >= 0 for x in shape)
-    except (TypeError, KeyError, ValueError, AssertionError):
-        raise ValueError(f"{file}: the header's entry for tensor {name} is malformed; {AGAIN}") from None
+        kind, dims, (begin, end) = record["dtype"], record["shape"], record["data_offsets"]
+        shape = tuple(int(x) for x in dims)
+        sound = 0 <= int(begin) <= int(end) and min(shape, default=0) >= 0
+    except (TypeError, KeyError, ValueError):
+        sound = False
+    if not sound:
+        raise ValueError(f"{file}: the header's entry for tensor {name} is malformed; {AGAIN}")
     dtype = _DTYPES.get(str(kind))
     if dtype is None:
         raise ValueError(f"{file}: tensor {name} has dtype {kind}, which is not supported; known: {', '.join(_DTYPES)}")

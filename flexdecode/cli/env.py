@@ -9,21 +9,21 @@ from typing import Any
 
 from flexdecode import __version__
 from flexdecode.cli import machine
-from flexdecode.cli.options import OutputOptions
+from flexdecode.cli.options import Json
 from flexdecode.cli.output import print_report, write_json
 from flexdecode.cli.verb import verb
 
 NAME = "env"
 HELP = "Show versions, processor, memory, devices and compiler."
 
-# Variables of others that change what flexdecode does; a token's value is never printed.
+# Variables of others that change what flexdecode does.
 VARIABLES = ("HF_HOME", "HF_HUB_OFFLINE", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "CXX")
 
 
 @verb
-def command(output: OutputOptions) -> None:
+def command(json: Json = False) -> None:
     report = gather()
-    if output.json:
+    if json:
         write_json(report)
     else:
         print_report(report, f"flexdecode {__version__}")
@@ -33,7 +33,9 @@ def gather() -> dict[str, Any]:
     """The whole report as plain data."""
     devices = machine.cuda_devices()
     variables = {name: os.environ[name] for name in VARIABLES if name in os.environ}
-    variables |= {name: value for name, value in sorted(os.environ.items()) if name.startswith("FLEXDECODE_")}
+    ours = sorted(name for name in os.environ if name.startswith("FLEXDECODE_"))
+    # The report is meant to be pasted in public.
+    variables |= {name: "(set, not shown)" if name.endswith(("_KEY", "_TOKEN")) else os.environ[name] for name in ours}
     return {
         "flexdecode": __version__,
         "python": platform.python_version(),

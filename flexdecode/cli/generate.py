@@ -6,14 +6,14 @@ The answer goes to stdout as it grows, with one newline after it; figures go to 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from flexdecode.cli.answer import as_data, receive, stats_line
-from flexdecode.cli.options import EngineOptions, Model, OutputOptions, SamplingOptions
+from flexdecode.cli.options import EngineOptions, Json, Model, SamplingOptions, Verbose
 from flexdecode.cli.output import Bars, write_json, write_text
 from flexdecode.cli.text import clean, note, read_prompt
 from flexdecode.cli.verb import option, verb
@@ -33,7 +33,6 @@ def command(
     model: Model,
     sampling: SamplingOptions,
     engine: EngineOptions,
-    output: OutputOptions,
     prompt: Annotated[
         str | None, option("--prompt", "-p", metavar="TEXT", help="The prompt; - reads stdin.", show_default=False)
     ] = None,
@@ -45,7 +44,9 @@ def command(
     ] = None,
     raw: Annotated[
         bool,
-        option("--raw", help="Give the prompt as it is, without the chat template that is used when the model has one."),
+        option(
+            "--raw", help="Give the prompt as it is, without the chat template that is used when the model has one."
+        ),
     ] = False,
     logprobs: Annotated[
         int | None,
@@ -56,6 +57,8 @@ def command(
             show_default=False,
         ),
     ] = None,
+    json: Json = False,
+    verbose: Verbose = False,
 ) -> None:
     if raw and system is not None:
         raise typer.BadParameter("--system is part of a chat template, and --raw uses none; leave one of them out")
@@ -65,10 +68,10 @@ def command(
     with Bars() as bars:
         llm = engine.load(model, bars)
         chat = not raw and (system is not None or llm.has_chat_template)
-        if output.verbose:
+        if verbose:
             explain(llm, params, chat)
-        answer = receive(_start(llm, text, system, params, chat), _writer(bars, silent=output.json))
-    _finish(answer, llm, model, output, logprobs is not None)
+        answer = receive(_start(llm, text, system, params, chat), _writer(bars, silent=json))
+    _finish(answer, llm, model, json, logprobs is not None)
 
 
 def _start(llm: LLM, text: str, system: str | None, params: SamplingParams, chat: bool) -> Iterator[Chunk]:
@@ -87,8 +90,8 @@ def _writer(bars: Bars, silent: bool) -> Any:
     return write
 
 
-def _finish(answer: Answer, llm: LLM, model: str, output: OutputOptions, with_logprobs: bool) -> None:
-    if output.json:
+def _finish(answer: Answer, llm: LLM, model: str, json: bool, with_logprobs: bool) -> None:
+    if json:
         write_json({**as_data(answer), "model": {"name": model, **llm.describe()}})
     else:
         write_text("\n")
@@ -101,11 +104,16 @@ def _finish(answer: Answer, llm: LLM, model: str, output: OutputOptions, with_lo
         raise typer.Exit(130)
 
 
+def settings(params: SamplingParams) -> str:
+    """The fields of `params` that are set to something."""
+    values = ((field.name, getattr(params, field.name)) for field in fields(params))
+    return ", ".join(f"{name} {value}" for name, value in values if value is not None and value not in ((), {}, False))
+
+
 def explain(llm: LLM, params: SamplingParams, chat: bool) -> None:
     """On stderr: the form of the prompt, the settings in force, and the choices that LLM made."""
     note("prompt: " + ("in the model's chat template" if chat else "as it is, no chat template"))
-    in_force = asdict(params.resolve(llm.generation_config))
-    note("sampling: " + ", ".join(f"{key} {value}" for key, value in in_force.items()))
+    note(f"sampling: {settings(params.resolve(llm.generation_config))}")
     for key, value in llm.describe().items():
         note(f"{key}: {value}")
 

@@ -27,7 +27,7 @@ Model = Annotated[
     str,
     typer.Argument(
         metavar="MODEL",
-        help="A checkpoint directory, a .gguf file, a hub id, 'demo', or 'random:SHAPE' (random weights, for speed only).",
+        help="A checkpoint directory, a .gguf file, a hub id, 'demo', or 'random:SHAPE' (random weights, speed only).",
         show_default=False,
     ),
 ]
@@ -48,24 +48,17 @@ IgnoreConfig = Annotated[
         show_default=False,
     ),
 ]
-
-
-@dataclass(frozen=True)
-class CheckpointOptions:
-    """Which revision of a checkpoint is read, and what of it is overlooked."""
-
-    revision: Revision = None
-    offline: Offline = False
-    ignore_config: IgnoreConfig = None
+Json = Annotated[bool, option("--json", help="Print JSON to stdout.", panel=OUTPUT)]
+Verbose = Annotated[bool, option("--verbose", "-v", help="Say on stderr what is used and chosen.", panel=OUTPUT)]
 
 
 @dataclass(frozen=True)
 class EngineOptions:
     """Everything that LLM takes beside the model's name."""
 
-    dtype: Annotated[
-        str, option("--dtype", help="Compute type: auto, bfloat16, float16 or float32.", panel=ENGINE)
-    ] = "auto"
+    dtype: Annotated[str, option("--dtype", help="Compute type: auto, bfloat16, float16 or float32.", panel=ENGINE)] = (
+        "auto"
+    )
     kv_dtype: Annotated[str, option("--kv-dtype", help="Type of cached keys and values.", panel=ENGINE)] = "auto"
     device: Annotated[str, option("--device", help="auto, cpu or cuda.", panel=ENGINE)] = "auto"
     attention: Annotated[
@@ -81,11 +74,16 @@ class EngineOptions:
         ),
     ] = None
     threads: Annotated[
-        int | None, option("--threads", help="CPU threads; torch's choice by default.", panel=ENGINE, show_default=False)
+        int | None,
+        option("--threads", help="CPU threads; torch's choice by default.", panel=ENGINE, show_default=False),
     ] = None
     revision: Revision = None
     offline: Offline = False
     ignore_config: IgnoreConfig = None
+
+    @property
+    def keys_to_ignore(self) -> tuple[str, ...]:
+        return tuple(self.ignore_config or ())
 
     def load(self, model: str, progress: Callable[[str, int, int], None]) -> LLM:
         from flexdecode.llm import LLM
@@ -100,7 +98,7 @@ class EngineOptions:
             threads=self.threads,
             revision=self.revision,
             offline=self.offline,
-            ignore_config=tuple(self.ignore_config or ()),
+            ignore_config=self.keys_to_ignore,
             progress=progress,
         )
 
@@ -221,16 +219,6 @@ class SamplingOptions:
             ignore_eos=self.ignore_eos,
             logprobs=logprobs,
         )
-
-
-@dataclass(frozen=True)
-class OutputOptions:
-    """How much is printed, and in what form."""
-
-    json: Annotated[bool, option("--json", help="Print JSON to stdout.", panel=OUTPUT)] = False
-    verbose: Annotated[
-        bool, option("--verbose", "-v", help="Say on stderr what is used and chosen.", panel=OUTPUT)
-    ] = False
 
 
 def parse_logit_bias(items: list[str] | tuple[str, ...]) -> dict[int, float]:

@@ -108,6 +108,8 @@ def _words(key: str) -> str:
 def _shown(key: str, value: Any) -> str:
     if value is None:
         return "–"
+    if isinstance(value, (Mapping, list, tuple)) and not value:
+        return "none"
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, int):

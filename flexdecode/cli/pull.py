@@ -6,9 +6,9 @@ from typing import Annotated
 
 import typer
 
-from flexdecode.cli.options import Offline, Revision
+from flexdecode.cli.options import Json, Offline, Revision
 from flexdecode.cli.output import Bars, write_json, write_text
-from flexdecode.cli.verb import option, verb
+from flexdecode.cli.verb import verb
 
 NAME = "pull"
 HELP = "Download a hub model into the local cache and print its directory."
@@ -16,10 +16,12 @@ HELP = "Download a hub model into the local cache and print its directory."
 
 @verb
 def command(
-    model_id: Annotated[str, typer.Argument(metavar="ID", help="A hub id, such as HuggingFaceTB/SmolLM2-135M-Instruct.")],
+    model_id: Annotated[
+        str, typer.Argument(metavar="ID", help="A hub id, such as HuggingFaceTB/SmolLM2-135M-Instruct.")
+    ],
     revision: Revision = None,
     offline: Offline = False,
-    json: Annotated[bool, option("--json", help="Print JSON to stdout.")] = False,
+    json: Json = False,
 ) -> None:
     if offline:
         raise ValueError(f"pull {model_id} needs the network, and --offline (or HF_HUB_OFFLINE) forbids it")

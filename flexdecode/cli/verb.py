@@ -27,7 +27,7 @@ def option(*flags: str, help: str, panel: str | None = None, also_env: str | Non
     variable, asked when the first one is unset."""
     long = next(flag for flag in flags if flag.startswith("--"))
     env = "FLEXDECODE_" + long.removeprefix("--").replace("-", "_").upper()
-    names = [env] if also_env is None else [env, also_env]
+    names: str | list[str] = env if also_env is None else [env, also_env]
     return typer.Option(*flags, help=help, rich_help_panel=panel, envvar=names, show_envvar=True, **more)
 
 

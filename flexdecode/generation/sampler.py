@@ -1,0 +1,172 @@
+"""From one row of logits to one token id, for one request.
+
+Knows token ids only. Each request has its own Sampler with its own generator and its own counts, so that its tokens
+do not depend on what runs beside it. Everything is computed in fp32 (the cumulated probabilities in fp64) on the
+logits' device. V is the number of logits: the model's vocabulary, padding included.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from flexdecode.generation.params import SamplingParams
+from flexdecode.generation.penalties import Penalties
+
+# Probabilities that add up to top_p exactly (0.5 + 0.3 for 0.8) differ from it by the rounding of fp32 logits.
+_ROUNDING = 1e-6
+_FIRST_NUCLEUS = 64  # how many tokens are sorted at first to find a nucleus; eight times as many each further try
+
+
+class NumericalError(ValueError):
+    """The model produced logits from which no token can be chosen."""
+
+
+@dataclass(frozen=True)
+class TokenChoice:
+    """The chosen id and, when asked for, natural-log probabilities under the raw logits (before any penalty or
+    temperature). `top` holds the likeliest ids in order; the chosen one is in it only if it is among them."""
+
+    token_id: int
+    logprob: float | None = None
+    top: tuple[tuple[int, float], ...] = ()
+
+
+class Sampler:
+    """The state of one request: its parameters (resolved), its counts and its random generator.
+
+    `eos_token_ids` are those that would stop the request; they matter here only for min_tokens, and not at all when
+    the request ignores them.
+    """
+
+    def __init__(
+        self,
+        params: SamplingParams,
+        prompt_ids: Sequence[int],
+        vocab_size: int,
+        eos_token_ids: Sequence[int],
+        device: torch.device | str = "cpu",
+    ) -> None:
+        assert params.temperature is not None, "the parameters must be resolved first"
+        self._params = params
+        self._vocab_size = vocab_size
+        where = torch.device(device)
+        ending = set(params.stop_token_ids) | (set() if params.ignore_eos else set(eos_token_ids))
+        banned = sorted(token_id for token_id in ending if token_id < vocab_size)
+        self._penalties = Penalties(params, prompt_ids, vocab_size, banned, where)
+        self._generator: torch.Generator | None = None
+        if not params.greedy:
+            self._generator = torch.Generator(device=where)
+            seed = random.SystemRandom().getrandbits(63) if params.seed is None else params.seed
+            self._generator.manual_seed(seed)
+
+    def sample(self, logits_V: Tensor) -> TokenChoice:
+        """Chooses a token from fp32 logits [V], which are left as they are, and counts it as generated.
+
+        Raises NumericalError when a logit is NaN or +inf or all are -inf, and ValueError when the bans of the request
+        leave no token.
+        """
+        assert logits_V.shape == (self._vocab_size,), f"{tuple(logits_V.shape)} logits, expected {self._vocab_size}"
+        raw_V = logits_V.float()
+        adjusted_V = self._penalties.apply(raw_V)
+        if self._generator is None:
+            token_id = int(adjusted_V.argmax())
+            peak = float(adjusted_V[token_id])  # NaN is the greatest to argmax, so this finds one anywhere
+        else:
+            peak = float(adjusted_V.amax())
+        # A ban may have written over a NaN, so the raw row is looked at too where the two differ.
+        if not math.isfinite(peak) or (adjusted_V is not raw_V and not math.isfinite(float(raw_V.amax()))):
+            _explain(raw_V)
+        if self._generator is not None:
+            token_id = self._draw(adjusted_V - peak, self._generator)
+        self._penalties.record(token_id)
+        if self._params.logprobs is None:
+            return TokenChoice(token_id)
+        logprobs_V = raw_V.log_softmax(0)
+        values, ids = likeliest(logprobs_V, min(self._params.logprobs, self._vocab_size))
+        top = tuple(zip(ids.tolist(), values.tolist(), strict=True))
+        return TokenChoice(token_id, float(logprobs_V[token_id]), top)
+
+    def _draw(self, shifted_V: Tensor, generator: torch.Generator) -> int:
+        """A token drawn from softmax(shifted / temperature) cut by top-k, top-p, min-p. The maximum of shifted is 0."""
+        params = self._params
+        assert params.temperature is not None
+        assert params.top_k is not None
+        assert params.top_p is not None
+        assert params.min_p is not None
+        scaled_V = shifted_V / params.temperature
+        ids: Tensor | None = None  # None: every token, in order
+        kept = scaled_V
+        if 0 < params.top_k < self._vocab_size:
+            kept, ids = likeliest(scaled_V, params.top_k)
+        if params.top_p < 1.0:
+            if ids is None:
+                kept, ids = _nucleus(scaled_V, params.top_p)
+            else:
+                inside = _inside(kept.double().softmax(0), params.top_p)
+                kept, ids = kept[inside], ids[inside]
+        if params.min_p > 0.0:
+            likely = kept >= math.log(params.min_p) - _ROUNDING
+            ids = likely.nonzero().squeeze(1) if ids is None else ids[likely]
+            kept = kept[likely]
+        # Inverse of the cumulated distribution. A token of probability 0 adds nothing to the sum and the search goes
+        # right of equal entries, so it cannot be hit, which argmax(p / noise) does not promise.
+        probabilities = kept.exp()
+        cumulated = probabilities.cumsum(0, dtype=torch.float64)
+        uniform = torch.rand(1, dtype=torch.float64, device=kept.device, generator=generator)
+        place = torch.searchsorted(cumulated, uniform * cumulated[-1], right=True).clamp(max=kept.numel() - 1)
+        if kept.device.type != "cpu":  # a parallel sum may rise by a rounding where nothing was added
+            place = torch.where(probabilities[place] > 0, place, probabilities.argmax())
+        return int(place if ids is None else ids[place])
+
+
+def likeliest(values_V: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """The k greatest values and their ids, greatest first, equal values by id: torch.topk leaves their order open,
+    and then the first of them could differ from argmax."""
+    if k == 0:
+        return values_V[:0], torch.empty(0, dtype=torch.long, device=values_V.device)
+    least = values_V.topk(k).values[-1]
+    ids = (values_V >= least).nonzero().squeeze(1)
+    values, order = values_V[ids].sort(descending=True, stable=True)
+    return values[:k], ids[order[:k]]
+
+
+def _nucleus(scaled_V: Tensor, top_p: float) -> tuple[Tensor, Tensor]:
+    """Top-p over all tokens. Only as many are sorted as are needed to gather the probability asked for."""
+    total = scaled_V.exp().sum(dtype=torch.float64)
+    size = _FIRST_NUCLEUS
+    while True:
+        size = min(size, scaled_V.numel())
+        values, ids = likeliest(scaled_V, size)
+        probabilities = values.double().exp() / total
+        if size == scaled_V.numel() or float(probabilities.sum()) >= top_p:
+            inside = _inside(probabilities, top_p)
+            return values[inside], ids[inside]
+        size *= 8
+
+
+def _inside(probabilities: Tensor, top_p: float) -> Tensor:
+    """Which of the falling fp64 probabilities belong to the smallest set with at least top_p (Holtzman et al., 2020):
+    those before which less than top_p has gathered; the first always does."""
+    before = probabilities.cumsum(0) - probabilities
+    inside = before < top_p - _ROUNDING
+    inside[0] = True
+    return inside
+
+
+def _explain(raw_V: Tensor) -> None:
+    """Raises the error for a row whose greatest adjusted logit is not finite."""
+    nans = int(raw_V.isnan().sum())
+    if nans:
+        raise NumericalError(f"the model produced NaN in {nans} of {raw_V.numel()} logits; no token can be chosen")
+    infinite = int(raw_V.isposinf().sum())
+    if infinite:
+        raise NumericalError(f"the model produced +inf in {infinite} of {raw_V.numel()} logits; no token can be chosen")
+    if bool(raw_V.isneginf().all()):
+        raise NumericalError(f"all {raw_V.numel()} logits are -inf; no token can be chosen (0 of them are NaN)")
+    raise ValueError("logit_bias and min_tokens together ban every token that the model gives any probability")

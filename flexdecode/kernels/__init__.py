@@ -1,0 +1,1 @@
+"""The arithmetic worth writing ourselves, behind one door: `ops`."""

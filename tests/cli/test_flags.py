@@ -1,0 +1,94 @@
+"""The command line's surface, frozen: a flag appears or goes away only together with a line here."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import typer
+
+from flexdecode.cli.main import app
+
+PROGRAM = {"--version", "--debug", "--install-completion", "--show-completion", "--help", "-h"}
+ENGINE = {
+    "--dtype",
+    "--kv-dtype",
+    "--device",
+    "--attention",
+    "--max-context",
+    "--threads",
+    "--revision",
+    "--offline",
+    "--ignore-config",
+}
+SAMPLING = {
+    "--max-tokens",
+    "-n",
+    "--temperature",
+    "--temp",
+    "--top-k",
+    "--top-p",
+    "--min-p",
+    "--repetition-penalty",
+    "--presence-penalty",
+    "--frequency-penalty",
+    "--logit-bias",
+    "--seed",
+    "--stop",
+    "--stop-token-id",
+    "--ignore-eos",
+}
+EVERY_VERB = {"--debug", "--json"}
+OUTPUT = {"--verbose", "-v"}
+VERBS = {
+    "generate": ENGINE | SAMPLING | OUTPUT | {"--prompt", "-p", "--file", "-f", "--system", "--raw", "--logprobs"},
+    "chat": ENGINE | SAMPLING | OUTPUT | {"--system"},
+    "inspect": {"--context", "--measure", "--revision", "--offline", "--ignore-config"},
+    "env": set(),
+    "pull": {"--revision", "--offline"},
+}
+
+
+def commands() -> dict[str, Any]:
+    group: Any = typer.main.get_command(app)
+    return dict(group.commands)
+
+
+def options(command: Any) -> list[Any]:
+    return [parameter for parameter in command.params if parameter.param_type_name == "option"]
+
+
+def test_no_new_verbs() -> None:
+    assert set(commands()) >= set(VERBS)
+    assert set(commands()) - set(VERBS) <= {"bench"}
+
+
+@pytest.mark.parametrize("name", VERBS)
+def test_no_new_flags(name: str) -> None:
+    flags = {flag for option in options(commands()[name]) for flag in [*option.opts, *option.secondary_opts]}
+    assert flags == VERBS[name] | EVERY_VERB
+
+
+def test_no_new_flags_before_the_verb() -> None:
+    group: Any = typer.main.get_command(app)
+    flags = {flag for option in options(group) for flag in [*option.opts, *option.secondary_opts]}
+    assert flags | {"--help", "-h"} == PROGRAM
+
+
+@pytest.mark.parametrize("name", VERBS)
+def test_every_option_has_its_variable_and_a_help_text(name: str) -> None:
+    for option in options(commands()[name]):
+        long = next(flag for flag in option.opts if flag.startswith("--"))
+        expected = "FLEXDECODE_" + long[2:].replace("-", "_").upper()
+        names = [option.envvar] if isinstance(option.envvar, str) else option.envvar
+        assert names == [expected, *(["HF_HUB_OFFLINE"] if long == "--offline" else [])]
+        assert option.show_envvar
+        assert option.help
+
+
+@pytest.mark.parametrize("name", VERBS)
+def test_shared_flags_read_alike_in_every_verb(name: str) -> None:
+    ours = {flag: option.help for option in options(commands()[name]) for flag in option.opts}
+    theirs = {flag: option.help for option in options(commands()["generate"]) for flag in option.opts}
+    shared = set(ours) & set(theirs) - {"--system"}
+    assert {flag: ours[flag] for flag in shared} == {flag: theirs[flag] for flag in shared}
