@@ -121,11 +121,6 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...] = ()
     dtype: str = "bfloat16"  # what the checkpoint was written in
 
-    @property
-    def kv_bytes_per_token(self) -> int:
-        """Bytes that one token adds to a bf16 cache, all layers together."""
-        return sum(4 * layer.attention.kv_heads * layer.attention.head_dim for layer in self.layers)
-
 
 @dataclass(frozen=True)
 class QuantConfig:

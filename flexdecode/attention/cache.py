@@ -30,6 +30,12 @@ class CacheLayer:
     v_head_dim: int | None = None
 
 
+def bytes_per_token(layer: CacheLayer, dtype: torch.dtype = torch.bfloat16) -> int:
+    """What one token takes in one layer, keys, values and int8's scales."""
+    dims = layer.head_dim + (layer.v_head_dim or layer.head_dim)
+    return layer.kv_heads * (dims * dtype.itemsize + (8 if dtype == torch.int8 else 0))
+
+
 @dataclass(frozen=True)
 class Slots:
     """Where a step's new tokens go: slot numbers [T] for each group, in the order of the packed tokens."""

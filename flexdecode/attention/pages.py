@@ -6,6 +6,7 @@ One PageGroup serves all layers that share a mask. Pages are counted by referenc
 from __future__ import annotations
 
 import heapq
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -80,7 +81,7 @@ class PageGroup:
         first, last = start // page, (stop - 1) // page
         pages = table[first : last + 1]
         assert GIVEN_BACK not in pages, f"positions [{start}, {stop}) were given back"
-        if pages[-1] - pages[0] == last - first and all(b - a == 1 for a, b in zip(pages, pages[1:], strict=False)):
+        if pages[-1] - pages[0] == last - first and all(b - a == 1 for a, b in pairwise(pages)):
             base = (pages[0] - first) * page
             return slice(base + start, base + stop)
         slots = (torch.tensor(pages)[:, None] * page + torch.arange(page)).flatten()

@@ -145,7 +145,7 @@ def _dense(stored: Tensor, tensor: GgufTensor, dtype: torch.dtype) -> Tensor:
 
 
 def _is_int4(tensor: GgufTensor) -> bool:
-    return tensor.type.name in _INT4 and len(tensor.shape) > 1
+    return tensor.type.name in _INT4 and len(tensor.shape) > 1 and 0 not in tensor.shape
 
 
 def _refuse_unreadable(tensors: Mapping[str, GgufTensor]) -> None:

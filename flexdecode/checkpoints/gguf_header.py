@@ -81,7 +81,7 @@ def read_header(file: Path) -> tuple[Metadata, dict[str, GgufTensor]]:
     tensor_count, key_count = reader.number("Q"), reader.number("Q")
     places: dict[str, tuple[int, int]] = {}
     for _ in range(key_count):
-        key, kind = reader.text(), reader.number("I")
+        key, kind = reader.name(), reader.number("I")
         if key in places:
             raise ValueError(f"{file}: metadata key {key} appears twice; {AGAIN}")
         places[key] = (kind, reader.at)
@@ -146,8 +146,17 @@ class _Reader:
         self.at += size
         return self.data[self.at - size : self.at].decode("utf-8", errors="replace")
 
+    def name(self) -> str:
+        """Of a key or a tensor, which one line of a message must be able to hold."""
+        name = self.text()
+        if not name.isprintable():
+            raise ValueError(
+                f"{self.file}: the header is damaged at byte {self.at}, at the name {name[:40]!r}; {AGAIN}"
+            )
+        return name
+
     def tensor(self) -> tuple[str, tuple[int, ...], int, int]:
-        name, count = self.text(), self.number("I")
+        name, count = self.name(), self.number("I")
         if count > _MAX_DIMS:
             raise ValueError(f"{self.file}: tensor {name} has {count} dimensions, more than {_MAX_DIMS}; {AGAIN}")
         return name, self.numbers("Q", count), self.number("I"), self.number("Q")

@@ -34,7 +34,7 @@ def fetch(model_id: str, revision: str | None = None, *, offline: bool = False, 
     if not is_hub_id(model_id):
         raise ValueError(f"{model_id!r} is not a hub id; one has the form owner/name, as HuggingFaceTB/SmolLM2-135M")
     at = f"{model_id} at revision {revision}" if revision else model_id
-    pull = f"flexdecode pull {model_id}" + (f" --revision {revision}" if revision else "")
+    command = f"flexdecode pull {model_id}" + (f" --revision {revision}" if revision else "")
     try:
         path = huggingface_hub.snapshot_download(
             model_id,
@@ -57,13 +57,15 @@ def fetch(model_id: str, revision: str | None = None, *, offline: bool = False, 
     except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled) as error:
         where = "the local cache" if offline else "the local cache, and the hub cannot be reached"
         part = " in full" if isinstance(error, errors.IncompleteSnapshotError) else ""
-        raise ValueError(f"{at}: not{part} in {where}; run `{pull}` while connected") from None
+        raise ValueError(f"{at}: not{part} in {where}; run `{command}` while connected") from None
     except (errors.HTTPError, OSError) as error:
-        raise ValueError(f"{at}: download failed ({_line(error)}); run `{pull}` again") from None
+        raise ValueError(f"{at}: download failed ({_line(error)}); run `{command}` again") from None
     except ValueError as error:  # huggingface_hub's own check of the id
         raise ValueError(f"{at}: {_line(error)}") from None
     directory = Path(path)
     if not any(directory.glob("*.safetensors")):
+        if offline:
+            raise ValueError(f"{at}: not in full in the local cache (no weights); run `{command}` while connected")
         raise ValueError(
             f"{at}: the hub repository holds no safetensors; download a .gguf file of it and give its path, or choose "
             "a repository with safetensors"

@@ -85,14 +85,16 @@ def _entry(file: Path, name: str, record: Any, start: int) -> Entry:
     try:
         kind, dims, (begin, end) = record["dtype"], record["shape"], record["data_offsets"]
         shape = tuple(int(x) for x in dims)
-        sound = 0 <= int(begin) <= int(end) and min(shape, default=0) >= 0
-    except (TypeError, KeyError, ValueError):
+        sound = 0 <= int(begin) <= int(end) and min(shape, default=0) >= 0 and name.isprintable()
+    except (TypeError, KeyError, ValueError, OverflowError):
         sound = False
     if not sound:
-        raise ValueError(f"{file}: the header's entry for tensor {name} is malformed; {AGAIN}")
+        raise ValueError(f"{file}: the header's entry for tensor {ascii(name)[1:-1]} is malformed; {AGAIN}")
     dtype = _DTYPES.get(str(kind))
     if dtype is None:
-        raise ValueError(f"{file}: tensor {name} has dtype {kind}, which is not supported; known: {', '.join(_DTYPES)}")
+        raise ValueError(
+            f"{file}: tensor {name} has dtype {kind!r}, which is not supported; known: {', '.join(_DTYPES)}"
+        )
     nbytes = math.prod(shape) * dtype.itemsize
     if nbytes != end - begin:
         raise ValueError(f"{file}: tensor {name} needs {nbytes} bytes but the header gives it {end - begin}; {AGAIN}")

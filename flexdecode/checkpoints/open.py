@@ -34,8 +34,8 @@ def open_source(
     line with the remedy) for whatever cannot be opened.
     """
     text = str(model)
-    path = Path(text).expanduser()
-    hub = not (text == "demo" or text.startswith("random:") or path.exists())
+    path, exists = _locate(text)
+    hub = not (text == "demo" or text.startswith("random:") or exists)
     if revision is not None and not hub:
         raise ValueError(f"{text}: a revision ({revision}) only goes with a hub id; leave it out")
     if text == "demo":
@@ -44,10 +44,21 @@ def open_source(
         return RandomSource(text.removeprefix("random:"))
     if path.is_dir():
         return with_quantization(SafetensorsSource(path))
-    if path.exists():
+    if exists:
         return _open_file(path, dense_dtype)
     _refuse_path(text, path)
     return with_quantization(SafetensorsSource(fetch(text, revision, offline=offline)))
+
+
+def _locate(text: str) -> tuple[Path, bool]:
+    """The path that a name would mean, and whether it exists. Raises ValueError for what no file can be called."""
+    if not text.strip():
+        raise ValueError(f"no model given: it is {_FORMS}")
+    try:
+        path = Path(text).expanduser()
+        return path, path.exists()
+    except (OSError, RuntimeError, ValueError) as error:  # too long, an unknown ~user, a NUL byte
+        raise ValueError(f"{text[:80]!r} cannot be a model ({error.__class__.__name__}); it is {_FORMS}") from None
 
 
 def _open_file(path: Path, dense_dtype: torch.dtype) -> Source:
@@ -58,8 +69,6 @@ def _open_file(path: Path, dense_dtype: torch.dtype) -> Source:
 
 def _refuse_path(text: str, path: Path) -> None:
     """Raise ValueError for a name that means a path, which does not exist: it must not become a download."""
-    if not text.strip():
-        raise ValueError(f"no model given: it is {_FORMS}")
     if text.lower().endswith((".gguf", ".safetensors")):
         raise ValueError(f"{path}: no such file; check the path")
     if text[0] in "./~\\" or "\\" in text or text.count("/") > 1:

@@ -15,6 +15,7 @@ import typer
 from flexdecode.cli import lines, slash
 from flexdecode.cli.answer import as_data, receive, stats_line
 from flexdecode.cli.conversation import Conversation
+from flexdecode.cli.explain import explain, has_chat_template
 from flexdecode.cli.options import EngineOptions, Json, Model, SamplingOptions, Verbose
 from flexdecode.cli.output import Bars, write_json, write_text
 from flexdecode.cli.text import clean, note
@@ -43,6 +44,10 @@ def command(
     interactive = lines.is_interactive()
     with Bars() as bars:
         llm = engine.load(model, bars)
+        if not has_chat_template(llm):
+            raise ValueError(f"{model} has no chat template; `flexdecode generate {model} -p TEXT` needs none")
+        if verbose:
+            explain(llm, conversation.params, chat=True)
         Chat(llm, conversation, _reader(interactive, model), bars, interactive, json, verbose).talk()
 
 

@@ -92,7 +92,7 @@ class Conversation:
             raise ValueError(f"there is no setting {key!r}; the settings are {', '.join(SETTINGS)}")
         wanted, read = SETTINGS[name]
         if text == "default":
-            value = next(entry.default for entry in dataclasses.fields(self.params) if entry.name == name)
+            value: Any = next(entry.default for entry in dataclasses.fields(self.params) if entry.name == name)
         else:
             try:
                 value = read(text)

@@ -49,6 +49,6 @@ def gather() -> dict[str, Any]:
         "torch": machine.torch_state(),
         "compiler": machine.compiler(),
         "cuda_devices": devices,
-        "demo_model": machine.demo_package(),
+        "demo_model": machine.demo_model(),
         "variables": variables,
     }

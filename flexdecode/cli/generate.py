@@ -6,13 +6,13 @@ The answer goes to stdout as it grows, with one newline after it; figures go to 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from flexdecode.cli.answer import as_data, receive, stats_line
+from flexdecode.cli.explain import explain, has_chat_template
 from flexdecode.cli.options import EngineOptions, Json, Model, SamplingOptions, Verbose
 from flexdecode.cli.output import Bars, write_json, write_text
 from flexdecode.cli.text import clean, note, read_prompt
@@ -67,7 +67,7 @@ def command(
     system = None if system is None else clean(system, "--system")
     with Bars() as bars:
         llm = engine.load(model, bars)
-        chat = not raw and (system is not None or llm.has_chat_template)
+        chat = not raw and (system is not None or has_chat_template(llm))
         if verbose:
             explain(llm, params, chat)
         answer = receive(_start(llm, text, system, params, chat), _writer(bars, silent=json))
@@ -102,20 +102,6 @@ def _finish(answer: Answer, llm: LLM, model: str, json: bool, with_logprobs: boo
             note(stats_line(answer.stats))
     if answer.interrupted:
         raise typer.Exit(130)
-
-
-def settings(params: SamplingParams) -> str:
-    """The fields of `params` that are set to something."""
-    values = ((field.name, getattr(params, field.name)) for field in fields(params))
-    return ", ".join(f"{name} {value}" for name, value in values if value is not None and value not in ((), {}, False))
-
-
-def explain(llm: LLM, params: SamplingParams, chat: bool) -> None:
-    """On stderr: the form of the prompt, the settings in force, and the choices that LLM made."""
-    note("prompt: " + ("in the model's chat template" if chat else "as it is, no chat template"))
-    note(f"sampling: {settings(params.resolve(llm.generation_config))}")
-    for key, value in llm.describe().items():
-        note(f"{key}: {value}")
 
 
 def logprob_lines(answer: Answer, llm: LLM) -> Iterator[str]:

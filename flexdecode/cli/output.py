@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from rich.console import Console, RenderableType
     from rich.progress import Progress, TaskID
 
-_LABELS = {"load": "reading weights", "prefill": "reading the prompt", "pull": "downloading"}
-_COUNTED_IN_BYTES = {"load", "pull"}
+_LABELS = {"load": "reading weights", "prefill": "reading the prompt"}
+_COUNTED_IN_BYTES = {"load"}
 
 
 def size(count: int) -> str:
@@ -131,7 +131,7 @@ def _console() -> Console:
 
 
 class Bars:
-    """The `progress` callable of LLM and of pull, drawn as bars on stderr. Draws nothing unless stderr is a terminal,
+    """The `progress` callable of LLM, drawn as bars on stderr. Draws nothing unless stderr is a terminal,
     and leaves nothing behind: a bar goes away when its work is done."""
 
     def __init__(self) -> None:
@@ -148,10 +148,12 @@ class Bars:
         if self._progress is None:
             self._progress = _new_progress()
             self._progress.start()
-        if kind not in self._tasks:
-            self._tasks[kind] = self._progress.add_task(_LABELS.get(kind, kind), shown="")
         shown = f"{size(done)} of {size(total)}" if kind in _COUNTED_IN_BYTES else f"{done:,} of {total:,} tokens"
-        self._progress.update(self._tasks[kind], completed=done, total=total, shown=shown)
+        if kind in self._tasks:
+            self._progress.update(self._tasks[kind], completed=done, total=total, shown=shown)
+        else:
+            label = _LABELS.get(kind, kind)
+            self._tasks[kind] = self._progress.add_task(label, completed=done, total=total, shown=shown)
 
     def _finish(self, kind: str) -> None:
         task = self._tasks.pop(kind, None)

@@ -1,4 +1,7 @@
-"""`flexdecode pull ID`: puts a hub model into the local cache, and prints where it lies."""
+"""`flexdecode pull ID`: puts a hub model into the local cache, and prints where it lies.
+
+The progress bars on stderr are the hub library's own.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ from typing import Annotated
 import typer
 
 from flexdecode.cli.options import Json, Offline, Revision
-from flexdecode.cli.output import Bars, write_json, write_text
+from flexdecode.cli.output import write_json, write_text
 from flexdecode.cli.verb import verb
 
 NAME = "pull"
@@ -27,8 +30,7 @@ def command(
         raise ValueError(f"pull {model_id} needs the network, and --offline (or HF_HUB_OFFLINE) forbids it")
     from flexdecode.checkpoints.hub import pull
 
-    with Bars() as bars:
-        path = pull(model_id, revision=revision, progress=lambda done, total: bars("pull", done, total))
+    path = pull(model_id, revision=revision)
     if json:
         write_json({"id": model_id, "revision": revision, "path": str(path)})
     else:

@@ -120,7 +120,7 @@ class SamplingParams:
         budget = generation_config.get("max_new_tokens")
         if self.max_tokens is None and budget is not None:
             # The user's min_tokens wins over a default that nobody chose for this request.
-            filled["max_tokens"] = max(budget, self.min_tokens) if isinstance(budget, int) else budget
+            filled["max_tokens"] = max(budget, self.min_tokens) if isinstance(budget, int) and budget >= 0 else budget
         try:
             return dataclasses.replace(self, **filled)
         except ValueError as error:

@@ -93,27 +93,9 @@ class Sampler:
         return TokenChoice(token_id, float(logprobs_V[token_id]), top)
 
     def _draw(self, shifted_V: Tensor, generator: torch.Generator) -> int:
-        """A token drawn from softmax(shifted / temperature) cut by top-k, top-p, min-p. The maximum of shifted is 0."""
-        params = self._params
-        assert params.temperature is not None
-        assert params.top_k is not None
-        assert params.top_p is not None
-        assert params.min_p is not None
-        scaled_V = shifted_V / params.temperature
-        ids: Tensor | None = None  # None: every token, in order
-        kept = scaled_V
-        if 0 < params.top_k < self._vocab_size:
-            kept, ids = likeliest(scaled_V, params.top_k)
-        if params.top_p < 1.0:
-            if ids is None:
-                kept, ids = _nucleus(scaled_V, params.top_p)
-            else:
-                inside = _inside(kept.double().softmax(0), params.top_p)
-                kept, ids = kept[inside], ids[inside]
-        if params.min_p > 0.0:
-            likely = kept >= math.log(params.min_p) - _ROUNDING
-            ids = likely.nonzero().squeeze(1) if ids is None else ids[likely]
-            kept = kept[likely]
+        """A token by the probabilities softmax(shifted / temperature) of the shortlist. The maximum of shifted is 0."""
+        assert self._params.temperature is not None
+        kept, ids = shortlist(shifted_V / self._params.temperature, self._params)
         # Inverse of the cumulated distribution. A token of probability 0 adds nothing to the sum and the search goes
         # right of equal entries, so it cannot be hit, which argmax(p / noise) does not promise.
         probabilities = kept.exp()
@@ -123,6 +105,30 @@ class Sampler:
         if kept.device.type != "cpu":  # a parallel sum may rise by a rounding where nothing was added
             place = torch.where(probabilities[place] > 0, place, probabilities.argmax())
         return int(place if ids is None else ids[place])
+
+
+def shortlist(scaled_V: Tensor, params: SamplingParams) -> tuple[Tensor, Tensor | None]:
+    """What top-k, top-p and min-p leave, in this order: top-p reckons with what top-k left.
+
+    scaled_V: fp32 [V], logits over the temperature, less their maximum. Returns the kept entries and their ids; ids
+    None means every token in order.
+    """
+    assert params.top_k is not None
+    assert params.top_p is not None
+    assert params.min_p is not None
+    kept, ids = scaled_V, None
+    if 0 < params.top_k < scaled_V.numel():
+        kept, ids = likeliest(scaled_V, params.top_k)
+    if params.top_p < 1.0:
+        if ids is None:
+            kept, ids = _nucleus(scaled_V, params.top_p)
+        else:
+            inside = _inside(kept.double().softmax(0), params.top_p)
+            kept, ids = kept[inside], ids[inside]
+    if params.min_p > 0.0:
+        likely = kept >= math.log(params.min_p) - _ROUNDING
+        kept, ids = kept[likely], likely.nonzero().squeeze(1) if ids is None else ids[likely]
+    return kept, ids
 
 
 def likeliest(values_V: Tensor, k: int) -> tuple[Tensor, Tensor]:

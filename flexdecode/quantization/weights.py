@@ -1,4 +1,4 @@
-"""Int4Weight and Int8Weight: the one form in which every quantized file meets.
+"""Int4Weight, Int8Weight, Fp4Weight: the forms in which every quantized file meets.
 
 Knows no file layout and no device packing: layouts are undone in `checkpoints`, packing happens in `models.linear`.
 Shapes: N rows (outputs), K columns (inputs), g inputs a group, G = K/g groups.
@@ -11,6 +11,8 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from flexdecode.kernels.reference import dequantize_fp4, dequantize_int4, unpack_nibbles
 
 
 @dataclass(frozen=True)
@@ -29,7 +31,8 @@ class Int4Weight:
     def __post_init__(self) -> None:
         n, b = self.codes_NB.shape
         assert self.codes_NB.dtype == torch.uint8
-        assert self.scales_NG.shape == self.zeros_NG.shape and self.scales_NG.shape[0] == n
+        assert self.scales_NG.shape == self.zeros_NG.shape
+        assert self.scales_NG.shape[0] == n
         assert (2 * b) % self.scales_NG.shape[1] == 0
 
     @property
@@ -47,15 +50,11 @@ class Int4Weight:
 
     def codes_NK(self) -> Tensor:
         """The codes one a byte, uint8 [N, K]."""
-        n, k = self.shape
-        return torch.stack((self.codes_NB & 15, self.codes_NB >> 4), dim=-1).view(n, k)
+        return unpack_nibbles(self.codes_NB)
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """[N, K] in `dtype`, computed in fp32."""
-        n, k = self.shape
-        codes = self.codes_NK().view(n, -1, self.group_size).float()
-        w = (codes - self.zeros_NG.float()[..., None]) * self.scales_NG.float()[..., None]
-        return w.view(n, k).to(dtype)
+        return dequantize_int4(self.codes_NB, self.scales_NG, self.zeros_NG, dtype)
 
     def rows(self, index: slice | Tensor) -> Int4Weight:
         """The given rows, in the given order."""
@@ -112,4 +111,37 @@ class Int8Weight:
         return Int8Weight(torch.cat([p.codes_NK for p in parts]), torch.cat([p.scales_N for p in parts]))
 
 
-Weight = Tensor | Int4Weight | Int8Weight
+@dataclass(frozen=True)
+class Fp4Weight:
+    """MXFP4 (OCP Microscaling Formats v1.0): e2m1 floats in groups of 32 that share a power of two.
+
+    codes_NB: uint8 [N, K/2], low nibble first. exponents_NG: uint8 [N, K/32], the group's factor is 2 ** (e - 127).
+    """
+
+    codes_NB: Tensor
+    exponents_NG: Tensor
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        n, b = self.codes_NB.shape
+        return n, 2 * b
+
+    @property
+    def nbytes(self) -> int:
+        return self.codes_NB.nbytes + self.exponents_NG.nbytes
+
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        return dequantize_fp4(self.codes_NB, self.exponents_NG, dtype)
+
+    def rows(self, index: slice | Tensor) -> Fp4Weight:
+        return Fp4Weight(self.codes_NB[index], self.exponents_NG[index])
+
+    def to(self, device: torch.device | str) -> Fp4Weight:
+        return Fp4Weight(self.codes_NB.to(device), self.exponents_NG.to(device))
+
+    @staticmethod
+    def concat(parts: Sequence[Fp4Weight]) -> Fp4Weight:
+        return Fp4Weight(torch.cat([p.codes_NB for p in parts]), torch.cat([p.exponents_NG for p in parts]))
+
+
+Weight = Tensor | Int4Weight | Int8Weight | Fp4Weight

@@ -5,6 +5,7 @@ Knows no model and no stop strings. The cost of a token does not depend on how m
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
@@ -13,7 +14,7 @@ from flexdecode.text.decoders import REPLACEMENT
 if TYPE_CHECKING:
     from flexdecode.text.tokenizer import Tokenizer
 
-_CONTEXT = 6  # tokens decoded again, so that the first new one is not taken for the first of the text
+_CONTEXT = 3  # releases decoded again, so that the first new token is not taken for the first of the text
 _HELD = 4  # tokens that one unfinished character can span
 
 
@@ -63,7 +64,8 @@ class _Window:
 
     def __init__(self, decode: Callable[[list[int]], str]) -> None:
         self._decode = decode
-        self._context: list[int] = []
+        # The ids released together stay together: a context that began inside a character would spoil what follows.
+        self._context: deque[list[int]] = deque(maxlen=_CONTEXT)
         self._pending: list[int] = []
 
     def push(self, token_id: int) -> str:
@@ -78,9 +80,10 @@ class _Window:
         return self._release(*self._texts()) if self._pending else ""
 
     def _texts(self) -> tuple[str, str]:
-        return self._decode(self._context), self._decode(self._context + self._pending)
+        context = [token_id for released in self._context for token_id in released]
+        return self._decode(context) if context else "", self._decode(context + self._pending)
 
     def _release(self, before: str, after: str) -> str:
-        self._context = (self._context + self._pending)[-_CONTEXT:]
+        self._context.append(self._pending)
         self._pending = []
         return after[len(before) :]

@@ -38,15 +38,17 @@ class Script:
 
 
 class FakeTokenizer:
+    def __init__(self, chat_template: str | None) -> None:
+        self.hf = types.SimpleNamespace(chat_template=chat_template)
+
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         return "".join(f"t{token_id}" for token_id in ids)
 
 
 def fake_llm_class(script: Script) -> type:
     class LLM:
-        tokenizer = FakeTokenizer()
+        tokenizer = FakeTokenizer("{{ messages }}" if script.has_chat_template else None)
         generation_config: Mapping[str, Any] = {"temperature": 0.6, "do_sample": True}
-        has_chat_template = script.has_chat_template
 
         def __init__(self, model: str, **options: Any) -> None:
             script.options = {"model": model, **options}

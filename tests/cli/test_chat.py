@@ -52,7 +52,18 @@ def test_a_line_is_a_turn_and_the_history_grows(
 def test_figures_come_with_verbose(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     script = install(monkeypatch)
     converse(monkeypatch, script, "hi\n", "-v")
-    assert capsys.readouterr().err.startswith("prompt 5 tokens")
+    err = capsys.readouterr().err
+    assert "temperature 0.6" in err, "the settings in force come first"
+    assert err.splitlines()[-1].startswith("prompt 5 tokens")
+
+
+def test_a_model_without_template_cannot_chat(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = install(monkeypatch, has_chat_template=False)
+    assert converse(monkeypatch, script, "hi\n") == 1
+    assert "m has no chat template" in capsys.readouterr().err
+    assert script.calls == []
 
 
 def test_json_is_one_object_a_line(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -83,20 +94,18 @@ def test_messages_of_several_lines_and_odd_bytes(
     assert script.calls[0][1] == [{"role": "user", "content": message}]
 
 
-def test_an_unfinished_message_is_an_error(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_unfinished_message_is_an_error(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     script = install(monkeypatch)
     assert converse(monkeypatch, script, '"""one\ntwo\n') == 1
     assert "ended inside" in capsys.readouterr().err
     assert script.calls == []
 
 
-def test_commands_change_the_next_answer(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_commands_change_the_next_answer(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     script = install(monkeypatch, answers=[["one"]])
-    typed = "a\n/set temperature 0.5\n/set stop END\n/system be kind\nb\n/clear\n/set temperature default\nc\n/bye\nnever\n"
+    typed = (
+        "a\n/set temperature 0.5\n/set stop END\n/system be kind\nb\n/clear\n/set temperature default\nc\n/bye\nnever\n"
+    )
     assert converse(monkeypatch, script, typed, "--temp", "0.1") == 0
     first, second, third = script.calls
     assert first[2].temperature == 0.1
@@ -122,7 +131,9 @@ def test_save_and_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert contents(script.calls[1]) == ["s:kind", "u:a", "a:one", "u:b"]
 
 
-@pytest.mark.parametrize("typed", ["/nonsense\n", "/set\n", "/set temperature hot\n", "/set top_p 7\n", "/load absent\n"])
+@pytest.mark.parametrize(
+    "typed", ["/nonsense\n", "/set\n", "/set temperature hot\n", "/set top_p 7\n", "/load absent\n"]
+)
 def test_without_a_terminal_the_first_error_ends_the_program(
     typed: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

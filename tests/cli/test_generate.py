@@ -286,7 +286,7 @@ def test_prompts_from_stdin_and_files(
 
 
 def test_a_prompt_argument_of_broken_bytes_is_cleaned(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A shell hands over any bytes; Python turns the undecodable ones into lone surrogates, which no tokenizer takes."""
+    """Python turns the undecodable bytes of an argument into lone surrogates, which no tokenizer takes."""
     script = install(monkeypatch)
     assert main(["generate", "m", "-p", "a\udcffb", "--system", "\ud800", "--stop", "\udc80"]) == 0
     _, messages, params = script.calls[0]

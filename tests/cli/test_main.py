@@ -101,9 +101,7 @@ def test_debug_shows_the_traceback_wherever_it_stands(
     assert err.splitlines()[-1].startswith("flexdecode: error: ")
 
 
-def test_ctrl_c_while_loading_exits_130(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ctrl_c_while_loading_exits_130(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     script = install(monkeypatch)
     script.load_error = KeyboardInterrupt()  # type: ignore[assignment]
     assert main(GENERATE) == 130
@@ -129,7 +127,11 @@ def test_a_reader_that_leaves_ends_the_program_quietly() -> None:
 
 def test_python_dash_m_is_the_same_program() -> None:
     told = subprocess.run(
-        [sys.executable, "-m", "flexdecode", "--version"], capture_output=True, text=True, check=True, env=_without_ours()
+        [sys.executable, "-m", "flexdecode", "--version"],
+        capture_output=True,
+        text=True,
+        check=True,
+        env=_without_ours(),
     )
     assert told.stdout == f"flexdecode {__version__}\n"
 

@@ -61,7 +61,12 @@ def test_show_tells_settings(talk: Conversation) -> None:
 
 @pytest.mark.parametrize(
     ("line", "words"),
-    [("/Help", "no command /Help"), ("/", "no command /"), ("/set temperature", "/set needs"), ("/save", "/save needs")],
+    [
+        ("/Help", "no command /Help"),
+        ("/", "no command /"),
+        ("/set temperature", "/set needs"),
+        ("/save", "/save needs"),
+    ],
 )
 def test_mistakes_name_the_command(line: str, words: str, talk: Conversation) -> None:
     with pytest.raises(ValueError, match=words):

@@ -18,7 +18,9 @@ def write_model(directory: Path, tensors: dict[str, Tensor], **config: Any) -> P
     """config.json and model.safetensors."""
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "config.json").write_text(json.dumps({"model_type": "llama", **config}))
-    save_file({k: v.contiguous() for k, v in tensors.items()}, directory / "model.safetensors", metadata={"format": "pt"})
+    save_file(
+        {k: v.contiguous() for k, v in tensors.items()}, directory / "model.safetensors", metadata={"format": "pt"}
+    )
     return directory
 
 
@@ -48,8 +50,7 @@ def integers(n: int, k: int, group: int, *, seed: int = 0, symmetric: bool = Fal
 
 def plain(codes: Tensor, scales: Tensor, zeros: Tensor) -> Tensor:
     """The matrix in fp32, element by element."""
-    n, k = codes.shape
-    group = k // scales.shape[1]
+    group = codes.shape[1] // scales.shape[1]
     return (codes - zeros.repeat_interleave(group, 1)) * scales.repeat_interleave(group, 1)
 
 

@@ -102,7 +102,7 @@ def test_foreign_content(sharded: Path, content: bytes, says: str) -> None:
         ({"dtype": "F32", "shape": "x", "data_offsets": [0, 4]}, "malformed"),
         ([], "malformed"),
         ({"dtype": "F32", "shape": [2], "data_offsets": [0, 4]}, "needs 8 bytes but the header gives it 4"),
-        ({"dtype": "F4", "shape": [8], "data_offsets": [0, 4]}, "dtype F4"),
+        ({"dtype": "F4", "shape": [8], "data_offsets": [0, 4]}, "dtype 'F4'"),
     ],
 )
 def test_wrong_entries(tmp_path: Path, record: object, says: str) -> None:
@@ -135,7 +135,9 @@ def test_shards_without_an_index(sharded: Path) -> None:
     assert f"holds 2 safetensors files ({A} …) but no {INDEX}" in refused(sharded)
 
 
-@pytest.mark.parametrize("text", ["{", "[]", "{}", '{"weight_map": []}', '{"weight_map": {}}', '{"weight_map": {"a": 1}}'])
+@pytest.mark.parametrize(
+    "text", ["{", "[]", "{}", '{"weight_map": []}', '{"weight_map": {}}', '{"weight_map": {"a": 1}}']
+)
 def test_broken_index(sharded: Path, text: str) -> None:
     (sharded / INDEX).write_text(text)
     assert INDEX in refused(sharded)

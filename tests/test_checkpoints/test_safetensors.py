@@ -44,10 +44,12 @@ def test_shards_read_as_one(tmp_path: Path) -> None:
 
 def test_unaligned_tensors(tmp_path: Path) -> None:
     """The format's own writer sorts by element size; another need not, and a float may then lie at an odd offset."""
-    header = json.dumps({
-        "a": {"dtype": "U8", "shape": [3], "data_offsets": [0, 3]},
-        "b": {"dtype": "F32", "shape": [2], "data_offsets": [3, 11]},
-    }).encode()
+    header = json.dumps(
+        {
+            "a": {"dtype": "U8", "shape": [3], "data_offsets": [0, 3]},
+            "b": {"dtype": "F32", "shape": [2], "data_offsets": [3, 11]},
+        }
+    ).encode()
     values = torch.tensor([1.5, -2.0])
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "model.safetensors").write_bytes(

@@ -1,0 +1,263 @@
+"""LLM: text in, text out. Joins a checkpoint, a tokenizer and an engine; holds no arithmetic of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flexdecode.answer import Answer
+from flexdecode.attention.cache import bytes_per_token
+from flexdecode.checkpoints.open import open_source
+from flexdecode.config import EngineConfig, ModelConfig
+from flexdecode.describe import describe_checkpoint, describe_decoder
+from flexdecode.families import resolve
+from flexdecode.generation.engine import Engine
+from flexdecode.generation.params import SamplingParams
+from flexdecode.generation.results import Chunk, Completion
+from flexdecode.memory import available_bytes
+from flexdecode.models.decoder import Decoder
+from flexdecode.models.load import WeightLoader
+from flexdecode.text.chat_template import render
+from flexdecode.text.eos import eos_token_ids
+from flexdecode.text.tokenizer import MissingTokenizerError, Tokenizer
+
+Prompt = str | Sequence[int]
+Message = Mapping[str, Any]
+Progress = Callable[[str, int, int], None]  # ("load", bytes, of) and ("prefill", tokens, of)
+
+_DTYPES = {
+    "bfloat16": torch.bfloat16,
+    "bf16": torch.bfloat16,
+    "float16": torch.float16,
+    "fp16": torch.float16,
+    "float32": torch.float32,
+    "fp32": torch.float32,
+}
+_PAGE = 64
+_CACHE_SHARE = 0.5  # of the memory that is free once the weights are in
+_POOL_SEQUENCES = 4  # by default the cache holds so many sequences of full length, memory permitting
+
+
+class LLM:
+    """A model, ready to generate.
+
+    model: a directory, a .gguf file, a hub id, `demo`, or `random:SHAPE[@int4|int8]`.
+    dtype: of activations and dense weights; auto is bfloat16. kv_dtype: of the cache; auto is dtype, int8 halves it.
+    device: auto is CUDA where there is one. attention: a backend's name, or auto. max_context: tokens of prompt and
+    answer together; by default what the model was made for, or less where memory ends before (`describe` tells).
+    ignore_config: config keys to pass over. progress: called with ("load" | "prefill", done, total).
+
+    Raises ValueError, one line with the remedy, for a checkpoint or an option that cannot be served.
+    """
+
+    def __init__(
+        self,
+        model: str | Path,
+        *,
+        dtype: str = "auto",
+        kv_dtype: str = "auto",
+        device: str = "auto",
+        attention: str = "auto",
+        max_context: int | None = None,
+        revision: str | None = None,
+        offline: bool = False,
+        threads: int | None = None,
+        ignore_config: Collection[str] = (),
+        progress: Progress | None = None,
+    ) -> None:
+        compute = _dtype("dtype", dtype, torch.bfloat16)
+        cached = _dtype("kv_dtype", kv_dtype, compute, {"int8": torch.int8})
+        place = _device(device)
+        if threads is not None:
+            if threads < 1:
+                raise ValueError(f"threads must be at least 1, got {threads}")
+            torch.set_num_threads(threads)
+        self._progress = progress
+        self.source = open_source(str(model), revision=revision, offline=offline, dense_dtype=compute)
+        self.config, self._names = resolve(self.source, ignore_config)
+        _check_context(max_context, self.config)
+        self.generation_config: Mapping[str, Any] = dict(self.source.generation_config)
+        self.tokenizer = _tokenizer(self.source)
+        self.eos_token_ids = eos_token_ids(self.config.eos_token_ids, self.generation_config, self.tokenizer)
+        loader = WeightLoader(self.source, self.config, self._names, compute, place, self._loading)
+        with torch.inference_mode():
+            decoder = Decoder(self.config, loader, attention, cached)
+        self.engine = Engine(decoder, _engine_config(self.config, decoder, max_context))
+
+    @property
+    def max_context(self) -> int:
+        """Tokens of prompt and answer together, at most."""
+        return self.engine.config.max_context
+
+    def generate(self, prompt: Prompt, params: SamplingParams | None = None) -> Completion:
+        """Complete one prompt: a text, or token ids. `params.n` must be 1."""
+        _one(params)
+        return self.generate_batch([prompt], params)[0]
+
+    def generate_batch(
+        self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
+    ) -> list[Completion]:
+        """Complete many prompts together: `n` completions each, in order. `params` is one for all, or one a prompt.
+
+        A request whose logits are not finite raises ValueError after the others have ended.
+        """
+        each = [params] * len(prompts) if params is None or isinstance(params, SamplingParams) else list(params)
+        if len(each) != len(prompts):
+            raise ValueError(f"{len(prompts)} prompts and {len(each)} sampling params; give one for all or one each")
+        answers: list[Answer] = []
+        try:
+            for prompt, own in zip(prompts, each, strict=True):
+                wanted = own or SamplingParams()
+                answers += [self._submit(self._ids(prompt), wanted.choice(i)) for i in range(wanted.n)]
+            while any(not answer.done for answer in answers):
+                self._step(answers)
+                for answer in answers:
+                    answer.poll()
+        finally:
+            for answer in answers:
+                answer.close()
+        return [answer.completion() for answer in answers]
+
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Chunk]:
+        """Complete one prompt piece by piece. The joined texts are `generate`'s. Closing the iterator aborts."""
+        _one(params)
+        return self._stream(self._submit(self._ids(prompt), params or SamplingParams()))
+
+    def chat(self, messages: Sequence[Message], params: SamplingParams | None = None) -> Completion:
+        """Answer a conversation of {"role", "content"} messages through the model's chat template."""
+        return self.generate(self._chat_ids(messages), params)
+
+    def stream_chat(self, messages: Sequence[Message], params: SamplingParams | None = None) -> Iterator[Chunk]:
+        """`chat`, piece by piece."""
+        return self.stream(self._chat_ids(messages), params)
+
+    def logits(self, token_ids: Sequence[int], chunk: int | None = None) -> Tensor:
+        """fp32 [tokens, vocab]: the logits at every position, computed `chunk` tokens a step."""
+        return self.engine.logits(token_ids, chunk)
+
+    def describe(self) -> dict[str, Any]:
+        """Layers, attention kinds, quantization, bytes, backends: what was loaded and what was chosen."""
+        report = describe_checkpoint(self.source, self.config, self._names)
+        report |= describe_decoder(self.engine.model)
+        return report | {"max_context": self.max_context, "kv_tokens": self.engine.config.kv_tokens}
+
+    def _ids(self, prompt: Prompt) -> Sequence[int]:
+        if not isinstance(prompt, str):
+            return prompt
+        if self.tokenizer is None:
+            raise ValueError(f"{self.source.path}: there is no tokenizer; give the prompt as token ids")
+        return self.tokenizer.encode(prompt)
+
+    def _chat_ids(self, messages: Sequence[Message]) -> Sequence[int]:
+        if self.tokenizer is None:
+            raise ValueError(f"{self.source.path}: there is no tokenizer, so no chat template; give token ids")
+        return render(self.tokenizer, messages)
+
+    def _submit(self, prompt_ids: Sequence[int], params: SamplingParams) -> Answer:
+        resolved = params.resolve(self.generation_config)
+        if resolved.max_tokens is not None and params.max_tokens is None:
+            # A budget from the model's files is a default, not a demand: it ends where the context ends.
+            budget = max(0, self.max_context - len(prompt_ids))
+            resolved = replace(resolved, max_tokens=min(resolved.max_tokens, budget))
+        if resolved.stop and self.tokenizer is None:
+            raise ValueError(f"{self.source.path}: there is no tokenizer, so stop strings cannot be found")
+        request = self.engine.add(prompt_ids, resolved, self.eos_token_ids)
+        return Answer(request, self.engine, self.tokenizer)
+
+    def _stream(self, answer: Answer) -> Iterator[Chunk]:
+        try:
+            while True:
+                chunk = answer.poll()
+                if chunk is not None:
+                    yield chunk
+                if answer.done:
+                    return
+                self._step([answer])
+        finally:
+            answer.close()
+
+    def _step(self, answers: Sequence[Answer]) -> None:
+        self.engine.step()
+        if self._progress is not None:
+            pending = [a.request for a in answers if not a.request.output_ids]
+            total = sum(len(r.prompt_ids) for r in pending)
+            if total > self.engine.config.prefill_chunk:
+                self._progress("prefill", sum(r.cached for r in pending), total)
+
+    def _loading(self, done: int, total: int) -> None:
+        if self._progress is not None:
+            self._progress("load", done, total)
+
+
+def describe_model(
+    model: str | Path,
+    *,
+    revision: str | None = None,
+    offline: bool = False,
+    ignore_config: Collection[str] = (),
+    context: int | None = None,
+) -> dict[str, Any]:
+    """What `LLM.describe` tells of a checkpoint, from its headers alone."""
+    source = open_source(str(model), revision=revision, offline=offline)
+    config, names = resolve(source, ignore_config)
+    return describe_checkpoint(source, config, names, context)
+
+
+def _one(params: SamplingParams | None) -> None:
+    if params is not None and params.n != 1:
+        raise ValueError(f"n={params.n} answers come from generate_batch; this call gives one")
+
+
+def _dtype(option: str, name: str, default: torch.dtype, more: Mapping[str, torch.dtype] | None = None) -> torch.dtype:
+    known = _DTYPES | dict(more or {})
+    if name == "auto":
+        return default
+    if name not in known:
+        raise ValueError(f"{option} {name!r} is not known (known: auto, {', '.join(known)})")
+    return known[name]
+
+
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as problem:
+        raise ValueError(f"device {name!r} is not known: {str(problem).splitlines()[0]}") from problem
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"device {name!r}: torch {torch.__version__} sees no CUDA device; use --device cpu")
+    return device
+
+
+def _tokenizer(source: Any) -> Tokenizer | None:
+    """None where the checkpoint has none: token ids still work."""
+    try:
+        return Tokenizer.load(source)
+    except MissingTokenizerError:
+        return None
+
+
+def _check_context(max_context: int | None, config: ModelConfig) -> None:
+    if max_context is None:
+        return
+    if max_context < 1:
+        raise ValueError(f"max_context must be at least 1, got {max_context}")
+    grows = any(x.attention.rope is not None and x.attention.rope.type == "dynamic" for x in config.layers)
+    if max_context > config.max_position and not grows:
+        raise ValueError(
+            f"max_context={max_context} is more than the {config.max_position} positions that the model was made for"
+        )
+
+
+def _engine_config(config: ModelConfig, decoder: Decoder, max_context: int | None) -> EngineConfig:
+    """The context and the cache: as asked, else what the model allows and half of the free memory holds."""
+    per_token = sum(bytes_per_token(layer, decoder.kv_dtype) for layer in decoder.cache_layers())
+    room = int(available_bytes(decoder.device) * _CACHE_SHARE) // per_token // _PAGE * _PAGE
+    context = min(config.max_position, max(room, _PAGE)) if max_context is None else max_context
+    pool = -(-context // _PAGE) * _PAGE
+    return EngineConfig(max_context=context, kv_tokens=max(pool, min(_POOL_SEQUENCES * pool, room)), page=_PAGE)

@@ -1,0 +1,177 @@
+"""The decoder: embedding, layers, head. One for every family; what differs is in its ModelConfig.
+
+Shape letters: T packed tokens of a step, D hidden_size, V vocab_size, R rows whose logits are wanted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from flexdecode.attention import masks, scores
+from flexdecode.attention.attend import Backend, Request, choose
+from flexdecode.attention.cache import CacheLayer, KVCache, Slots
+from flexdecode.attention.plan import plan_attention
+from flexdecode.config import AttentionConfig, LayerConfig, MlpConfig, ModelConfig
+from flexdecode.models.attention import Attention, Step
+from flexdecode.models.linear import Linear, linear
+from flexdecode.models.load import WeightLoader
+from flexdecode.models.mlp import Mlp
+from flexdecode.models.moe import Moe
+from flexdecode.models.norm import RMSNorm
+from flexdecode.models.rope import Rope, regime
+from flexdecode.quantization.weights import Weight
+
+
+class Layer(nn.Module):
+    """x + post(attention(pre(x))), then the same with the feed-forward. Absent norms are the identity."""
+
+    def __init__(
+        self, config: LayerConfig, attention: Attention, ff: nn.Module, norms: Sequence[RMSNorm | None]
+    ) -> None:
+        super().__init__()
+        self.attention, self.feed_forward, self.multiplier = attention, ff, config.residual_multiplier
+        self.attention_pre, self.attention_post, self.ff_pre, self.ff_post = norms
+
+    def forward(self, x_TD: Tensor, step: Step) -> Tensor:
+        h = self.attention(x_TD if self.attention_pre is None else self.attention_pre(x_TD), step)
+        x_TD = self._add(x_TD, h, self.attention_post)
+        h = self.feed_forward(x_TD if self.ff_pre is None else self.ff_pre(x_TD))
+        return self._add(x_TD, h, self.ff_post)
+
+    def _add(self, x_TD: Tensor, h_TD: Tensor, norm: RMSNorm | None) -> Tensor:
+        if norm is not None:
+            h_TD = norm(h_TD)
+        return torch.add(x_TD, h_TD, alpha=self.multiplier)
+
+
+class Decoder(nn.Module):
+    """Token ids of one step to hidden states, and hidden states to logits."""
+
+    def __init__(
+        self, config: ModelConfig, loader: WeightLoader, attention: str = "auto", kv_dtype: torch.dtype | None = None
+    ) -> None:
+        super().__init__()
+        self.config, self.dtype, self.device = config, loader.dtype, loader.device
+        self.kv_dtype = kv_dtype or loader.dtype
+        # Refuse what no backend serves before the first weight is read.
+        backends = [choose(self._request(layer.attention), attention) for layer in config.layers]
+        ropes = list(dict.fromkeys(x.attention.rope for x in config.layers if x.attention.rope is not None))
+        self.ropes = tuple(Rope(rope, self.device) for rope in ropes)
+        self.embed: Weight = loader.matrix("embed")
+        layers = [
+            self._layer(
+                i, layer, loader, backends[i], ropes.index(layer.attention.rope) if layer.attention.rope else None
+            )
+            for i, layer in enumerate(config.layers)
+        ]
+        self.layers = cast(list[Layer], nn.ModuleList(layers))
+        norm = loader.norm("norm", config.norm_eps)
+        assert norm is not None
+        self.norm = norm
+        self.head = self._head(loader)
+
+    def _request(self, a: AttentionConfig) -> Request:
+        score = scores.softcap(a.softcap) if a.softcap else None
+        return Request(a.heads, a.kv_heads, a.head_dim, self.dtype, self.kv_dtype, self.device.type, score, a.sinks)
+
+    def _layer(self, i: int, config: LayerConfig, loader: WeightLoader, backend: Backend, rope: int | None) -> Layer:
+        at, eps, ff = f"layers.{i}.", self.config.norm_eps, config.feed_forward
+        attention = Attention(
+            config.attention,
+            i,
+            rope,
+            loader.linear(at + "qkv"),
+            loader.linear(at + "out"),
+            loader.norm(at + "q_norm", eps),
+            loader.norm(at + "k_norm", eps),
+            loader.vector(at + "sinks") if config.attention.sinks else None,
+            self._request(config.attention).score,
+            backend,
+        )
+        feed_forward: nn.Module
+        if isinstance(ff, MlpConfig):
+            feed_forward = Mlp(loader.linear(at + "gate_up"), loader.linear(at + "down"), ff.activation)
+        else:
+            experts = [
+                (loader.linear(f"{at}experts.{e}.gate_up"), loader.linear(f"{at}experts.{e}.down"))
+                for e in range(ff.experts)
+            ]
+            feed_forward = Moe(ff, loader.linear(at + "router"), experts)
+        order = ("attention_pre_norm", "attention_post_norm", "feed_forward_pre_norm", "feed_forward_post_norm")
+        return Layer(config, attention, feed_forward, [loader.norm(at + name, eps) for name in order])
+
+    def _head(self, loader: WeightLoader) -> Linear:
+        if loader.head_is_tied():
+            return linear([self.embed], None, self.dtype, self.device, copy=False)
+        weight = loader.matrix("head")
+        if loader.same_head(self.config.tie_word_embeddings, self.embed, weight):
+            weight = self.embed
+        return linear([weight], None, self.dtype, self.device, copy=False)
+
+    def cache_layers(self) -> list[CacheLayer]:
+        """What a KVCache for this decoder must hold."""
+        layers = [x.attention for x in self.config.layers]
+        return [CacheLayer(a.kv_heads, a.head_dim, masks.of(a)) for a in layers]
+
+    def rope_regime(self, length: int) -> tuple[int, ...]:
+        """Changes with the length of a sequence where its cached keys become stale (dynamic and long rope)."""
+        return tuple(regime(rope.config, length) for rope in self.ropes)
+
+    def step(
+        self, cache: KVCache, slots: Slots, sequences: Sequence[int], counts: Sequence[int], final: Sequence[int]
+    ) -> Step:
+        """What all layers share for `counts[i]` new tokens of `sequences[i]`, already counted by the cache.
+
+        `final[i]` is the length that decides the rope regime: of the whole prompt while it comes in chunks.
+        """
+        lengths = [cache.length(s) for s in sequences]
+        spans = [torch.arange(length - n, length) for length, n in zip(lengths, counts, strict=True)]
+        positions_T = torch.cat(spans).to(self.device)
+        plans = tuple(plan_attention(cache, sequences, counts, group.mask) for group in cache.groups)
+        whole = [max(a, b) for a, b in zip(lengths, final, strict=True)]
+        tables = tuple(rope.tables(positions_T, whole, list(counts)) for rope in self.ropes)
+        return Step(cache, slots, plans, tables)
+
+    def forward(self, tokens_T: Tensor, step: Step) -> Tensor:
+        """Final hidden states [T, D], normalized."""
+        x_TD = self._embed(tokens_T)
+        for layer in self.layers:
+            x_TD = layer(x_TD, step)
+        out: Tensor = self.norm(x_TD)
+        return out
+
+    def _embed(self, tokens_T: Tensor) -> Tensor:
+        if isinstance(self.embed, Tensor):
+            x_TD = F.embedding(tokens_T, self.embed)
+        else:
+            x_TD = self.embed.rows(tokens_T).dequantize(self.dtype)
+        return x_TD * self.config.embedding_multiplier if self.config.embedding_multiplier != 1.0 else x_TD
+
+    def logits(self, hidden_RD: Tensor) -> Tensor:
+        """fp32 [R, V]."""
+        c = self.config
+        logits_RV: Tensor = self.head(hidden_RD).float()
+        if c.logit_divisor != 1.0:
+            logits_RV = logits_RV / c.logit_divisor
+        if c.logit_softcap is not None:
+            logits_RV = torch.tanh(logits_RV / c.logit_softcap) * c.logit_softcap
+        return logits_RV
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes held as weights; where head and embedding share memory, once."""
+        shared = self.embed is getattr(self.head, "weight_NK", None)
+        return _nbytes(self) + (0 if shared else self.embed.nbytes)
+
+
+def _nbytes(module: nn.Module) -> int:
+    if isinstance(module, Linear):
+        return module.nbytes  # counts its own parts
+    if isinstance(module, RMSNorm):
+        return module.weight.nbytes
+    return sum(_nbytes(child) for child in module.children())

@@ -1,0 +1,140 @@
+"""Linear layers over any kind of weight: dense, int8, int4, fp4, or several kinds one below the other.
+
+A weight is packed once, here, for the device and dtype in which it will be used. Shapes: x [T, K], result [T, N].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from flexdecode.kernels import ops
+from flexdecode.quantization.weights import Fp4Weight, Int4Weight, Int8Weight, Weight
+
+
+class Linear(nn.Module):
+    """x @ w.T + bias."""
+
+    def __init__(self, shape: tuple[int, int], bias: Tensor | None, nbytes: int, kind: str) -> None:
+        super().__init__()
+        self.shape, self.nbytes, self.kind = shape, nbytes + (bias.nbytes if bias is not None else 0), kind
+        self.bias = bias
+
+    def product(self, x_TK: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def forward(self, x_TK: Tensor) -> Tensor:
+        y_TN = self.product(x_TK)
+        return y_TN if self.bias is None else y_TN + self.bias
+
+
+class DenseLinear(Linear):
+    def __init__(self, weight_NK: Tensor, bias: Tensor | None) -> None:
+        super().__init__((weight_NK.shape[0], weight_NK.shape[1]), bias, weight_NK.nbytes, str(weight_NK.dtype)[6:])
+        self.weight_NK = weight_NK
+
+    def forward(self, x_TK: Tensor) -> Tensor:
+        return F.linear(x_TK, self.weight_NK, self.bias)
+
+
+class Int4Linear(Linear):
+    def __init__(self, weight: Int4Weight, bias: Tensor | None, dtype: torch.dtype) -> None:
+        operand = ops.pack_int4(weight.codes_NB, weight.scales_NG, weight.zeros_NG, dtype)
+        super().__init__(weight.shape, bias, operand.nbytes, f"int4 g{weight.group_size} ({operand.path})")
+        self.operand = operand
+
+    def product(self, x_TK: Tensor) -> Tensor:
+        return ops.linear_int4(x_TK, self.operand)
+
+
+class Int8Linear(Linear):
+    def __init__(self, weight: Int8Weight, bias: Tensor | None, dtype: torch.dtype) -> None:
+        operand = ops.pack_int8(weight.codes_NK, weight.scales_N, dtype)
+        super().__init__(weight.shape, bias, operand.nbytes, f"int8 ({operand.path})")
+        self.operand = operand
+
+    def product(self, x_TK: Tensor) -> Tensor:
+        return ops.linear_int8(x_TK, self.operand)
+
+
+class Fp4Linear(Linear):
+    """Held as MXFP4, dequantized slab by slab at each use: slow, and a quarter of bf16's memory."""
+
+    def __init__(self, weight: Fp4Weight, bias: Tensor | None) -> None:
+        super().__init__(weight.shape, bias, weight.nbytes, "mxfp4 (dequantize)")
+        self.weight = weight
+
+    def product(self, x_TK: Tensor) -> Tensor:
+        return ops.linear_fp4(x_TK, self.weight.codes_NB, self.weight.exponents_NG)
+
+
+class StackedLinear(Linear):
+    """Parts of different kinds (a q in int4 beside a k left in float), whose outputs stand side by side."""
+
+    def __init__(self, parts: Sequence[Linear], bias: Tensor | None) -> None:
+        shape = (sum(part.shape[0] for part in parts), parts[0].shape[1])
+        kind = " + ".join(dict.fromkeys(part.kind for part in parts))
+        super().__init__(shape, bias, sum(part.nbytes for part in parts), kind)
+        self.parts = nn.ModuleList(parts)
+
+    def product(self, x_TK: Tensor) -> Tensor:
+        return torch.cat([part(x_TK) for part in self.parts], dim=-1)
+
+
+def linear(
+    parts: Sequence[Weight], bias: Tensor | None, dtype: torch.dtype, device: torch.device, copy: bool = True
+) -> Linear:
+    """The layer whose weight is `parts` one below the other; neighbours of one kind become one product.
+
+    `copy=False` lets a dense weight be used where it lies (a head tied to the embedding).
+    """
+    merged: list[Weight] = []
+    for part in parts:
+        if merged and _alike(merged[-1], part):
+            merged[-1] = _concat(merged[-1], part)
+        else:
+            merged.append(part)
+    bias = None if bias is None else bias.to(device=device, dtype=dtype)
+    if len(merged) == 1:
+        weight = merged[0]
+        if isinstance(weight, Tensor) and (len(parts) > 1 or not copy):
+            return DenseLinear(weight.to(device=device, dtype=dtype), bias)
+        return _single(weight, bias, dtype, device)
+    return StackedLinear([_single(part, None, dtype, device) for part in merged], bias)
+
+
+def _single(weight: Weight, bias: Tensor | None, dtype: torch.dtype, device: torch.device) -> Linear:
+    if isinstance(weight, Int4Weight):
+        return Int4Linear(weight.to(device), bias, dtype)
+    if isinstance(weight, Int8Weight):
+        return Int8Linear(weight.to(device), bias, dtype)
+    if isinstance(weight, Fp4Weight):
+        return Fp4Linear(weight.to(device), bias)
+    return DenseLinear(owned(weight, dtype, device), bias)
+
+
+def owned(tensor: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """`tensor` in `dtype` on `device`, in memory of its own: a view of a mapped file would keep the file's pages."""
+    moved = tensor.to(device=device, dtype=dtype)
+    return moved.clone(memory_format=torch.contiguous_format) if moved is tensor else moved.contiguous()
+
+
+def _alike(a: Weight, b: Weight) -> bool:
+    if isinstance(a, Int4Weight) and isinstance(b, Int4Weight):
+        return a.group_size == b.group_size
+    return type(a) is type(b)
+
+
+def _concat(a: Weight, b: Weight) -> Weight:
+    if isinstance(a, Int4Weight) and isinstance(b, Int4Weight):
+        return Int4Weight.concat([a, b])
+    if isinstance(a, Int8Weight) and isinstance(b, Int8Weight):
+        return Int8Weight.concat([a, b])
+    if isinstance(a, Fp4Weight) and isinstance(b, Fp4Weight):
+        return Fp4Weight.concat([a, b])
+    assert isinstance(a, Tensor)
+    assert isinstance(b, Tensor)
+    return torch.cat([a, b.to(a.dtype)])

@@ -1,0 +1,100 @@
+"""The shape of the code: short files that say what they are for, in a flat house, each with tests of its own."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "flexdecode"
+TESTS = ROOT / "tests"
+MOST_LINES = 400
+CODE = sorted([*PACKAGE.rglob("*.py"), *TESTS.rglob("*.py")])
+SOURCES = sorted(path for path in PACKAGE.rglob("*") if path.suffix in (".cpp", ".h", ".hpp", ".cu"))
+PROSE = [ROOT / "README.md", ROOT / "Makefile", ROOT / "pyproject.toml", *sorted((ROOT / "docs").rglob("*.md"))]
+
+# tests/checkpoints.py builds models for every room, so the tests of flexdecode/checkpoints have a folder of this name.
+ROOM_OF_FOLDER = {"test_checkpoints": "checkpoints"}
+# Tests of a topic that lies across files: the whole, or a promise about all of a room.
+TOPICS = {
+    "cli/test_flags.py": "the command line's surface, frozen",
+    "test_import_time.py": "what must not be imported",
+    "test_layering.py": "which room imports which",
+    "test_style.py": "this",
+}
+
+
+def name(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+@pytest.mark.parametrize("path", [*CODE, *SOURCES], ids=name)
+def test_file_is_short(path: Path) -> None:
+    lines = len(path.read_text().splitlines())
+    assert lines <= MOST_LINES, f"{name(path)} has {lines} lines, more than {MOST_LINES}; split it"
+
+
+@pytest.mark.parametrize("path", sorted(PACKAGE.rglob("*.py")), ids=name)
+def test_module_opens_with_its_boundary(path: Path) -> None:
+    text = ast.get_docstring(ast.parse(path.read_text()))
+    assert text, f"{name(path)} has no docstring; say what it does and what it does not know"
+
+
+@pytest.mark.parametrize("path", [*CODE, *SOURCES], ids=name)
+def test_no_room_has_more_than_one_folder_below_it(path: Path) -> None:
+    depth = len(path.relative_to(ROOT).parts)
+    assert depth <= 4, f"{name(path)} lies {depth - 3} folders below its room; one is the most"
+
+
+@pytest.mark.parametrize("path", sorted(TESTS.rglob("test_*.py")), ids=name)
+def test_tests_mirror_the_package(path: Path) -> None:
+    relative = path.relative_to(TESTS)
+    if relative.as_posix() in TOPICS:
+        return
+    room = Path(*(ROOM_OF_FOLDER.get(part, part) for part in relative.parent.parts))
+    module = relative.name.removeprefix("test_")
+    candidates = [PACKAGE / room / module, *(PACKAGE / room).glob(f"*/{module}")]
+    wanted = f"flexdecode/{room.as_posix()}/{module}"
+    assert any(candidate.exists() for candidate in candidates), (
+        f"{name(path)} mirrors no file; name it after {wanted}, or list its topic in TOPICS"
+    )
+
+
+def test_topics_are_not_stale() -> None:
+    assert [topic for topic in TOPICS if not (TESTS / topic).exists()] == []
+
+
+def test_every_folder_of_tests_is_a_package() -> None:
+    """Two test files of one name in different folders can only live in packages."""
+    folders = {path.parent for path in TESTS.rglob("*.py")}
+    assert [name(folder) for folder in sorted(folders) if not (folder / "__init__.py").exists()] == []
+
+
+# The beginnings of paths that exist on one machine only, put together here so that this file does not match itself.
+ONE_MACHINE = re.compile(
+    "|".join(rf"(?<![\w.$}}~/-])/{root}/" for root in ("home", "root", "Users", "work", "opt", "mnt"))
+)
+
+
+@pytest.mark.parametrize("path", [*CODE, *SOURCES, *PROSE], ids=name)
+def test_no_path_of_one_machine(path: Path) -> None:
+    for number, line in enumerate(path.read_text().splitlines(), start=1):
+        match = ONE_MACHINE.search(line)
+        assert match is None, f"{name(path)}:{number} names a path of one machine: {line.strip()}"
+
+
+@pytest.mark.parametrize(
+    ("line", "found"),
+    [
+        ("open('{}home/someone/model')", True),
+        ("see {}root/x", True),
+        ("owner{}work/name", False),
+        ("https:{}{}host{}home/", False),
+        ("~{}opt/", False),
+    ],
+)
+def test_the_search_for_paths_sees_what_it_should(line: str, found: bool) -> None:
+    assert (ONE_MACHINE.search(line.replace("{}", "/")) is not None) == found
