@@ -92,7 +92,7 @@ def _writer(bars: Bars, silent: bool) -> Any:
 
 def _finish(answer: Answer, llm: LLM, model: str, json: bool, with_logprobs: bool) -> None:
     if json:
-        write_json({**as_data(answer), "model": {"name": model, **llm.describe()}})
+        write_json({**as_data(answer), "model": {"name": model, **llm.describe()}}, indent=None)
     else:
         write_text("\n")
         if with_logprobs:

@@ -102,7 +102,7 @@ def _means_bytes(key: str) -> bool:
 
 
 def _words(key: str) -> str:
-    return key.removesuffix("_bytes").replace("_", " ")
+    return key.removesuffix("_bytes").removesuffix(" bytes").replace("_", " ")
 
 
 def _shown(key: str, value: Any) -> str:

@@ -14,6 +14,7 @@ from torch import Tensor
 from flexdecode.generation.params import SamplingParams
 
 BAN = -100.0  # a logit_bias of this value rules the token out altogether
+_FIRST_ROOM = 256  # ids; doubled when full
 
 
 class Penalties:
@@ -31,48 +32,43 @@ class Penalties:
         device: torch.device,
     ) -> None:
         assert params.repetition_penalty is not None, "the parameters must be resolved first"
+        self._params = params
         self._repetition = params.repetition_penalty
-        self._presence = params.presence_penalty
-        self._frequency = params.frequency_penalty
-        self._min_tokens = params.min_tokens if banned_ids else 0
         self._generated = 0
-        self._seen_V: Tensor | None = None  # bool: in the prompt or the output
-        self._counts_V: Tensor | None = None  # fp32: times generated
-        if self._repetition != 1.0:
-            self._seen_V = torch.zeros(vocab_size, dtype=torch.bool, device=device)
-            self._seen_V[torch.tensor(list(prompt_ids), dtype=torch.long, device=device)] = True
-        if self._presence or self._frequency:
-            self._counts_V = torch.zeros(vocab_size, dtype=torch.float32, device=device)
+        self._min_tokens = params.min_tokens if banned_ids else 0
+        self._counting = bool(self._repetition != 1.0 or params.presence_penalty or params.frequency_penalty)
+        # Every id seen has a place: its id, and how often it was generated (0 where only the prompt has it).
+        seen = list(dict.fromkeys(prompt_ids)) if self._repetition != 1.0 else []
+        self._places = {token_id: place for place, token_id in enumerate(seen)}
+        room = max(_FIRST_ROOM, len(seen)) if self._counting else 0
+        self._ids = torch.zeros(room, dtype=torch.long, device=device)
+        self._ids[: len(seen)] = torch.tensor(seen, dtype=torch.long, device=device)
+        self._counts = torch.zeros(room, dtype=torch.float32, device=device)
         self._bias_ids = torch.tensor(list(params.logit_bias), dtype=torch.long, device=device)
-        self._bias_values = torch.tensor(
-            [float("-inf") if value == BAN else value for value in params.logit_bias.values()],
-            dtype=torch.float32,
-            device=device,
-        )
+        biases = [float("-inf") if value == BAN else value for value in params.logit_bias.values()]
+        self._biases = torch.tensor(biases, dtype=torch.float32, device=device)
         self._banned_ids = torch.tensor(list(banned_ids), dtype=torch.long, device=device)
+        assert all(0 <= token_id < vocab_size for token_id in (*seen, *params.logit_bias, *banned_ids))
 
     @property
     def idle(self) -> bool:
         """Whether `apply` would return its argument unchanged, from now on."""
-        return (
-            self._seen_V is None
-            and self._counts_V is None
-            and self._bias_ids.numel() == 0
-            and self._generated >= self._min_tokens
-        )
+        return not self._counting and not self._params.logit_bias and self._generated >= self._min_tokens
 
     def apply(self, logits_V: Tensor) -> Tensor:
         """fp32 [V] -> fp32 [V], a new tensor unless nothing is to be done. Banned tokens become -inf."""
         if self.idle:
             return logits_V
         out_V = logits_V.clone()
-        if self._seen_V is not None:
-            punished_V = torch.where(out_V > 0, out_V / self._repetition, out_V * self._repetition)
-            out_V = torch.where(self._seen_V, punished_V, out_V)
-        if self._counts_V is not None:
-            out_V -= self._frequency * self._counts_V + self._presence * (self._counts_V > 0)
-        if self._bias_ids.numel():
-            out_V[self._bias_ids] += self._bias_values
+        if self._places:
+            ids, counts = self._ids[: len(self._places)], self._counts[: len(self._places)]
+            seen = out_V[ids]
+            if self._repetition != 1.0:
+                seen = torch.where(seen > 0, seen / self._repetition, seen * self._repetition)
+            seen = seen - self._params.frequency_penalty * counts - self._params.presence_penalty * (counts > 0)
+            out_V[ids] = seen
+        if self._params.logit_bias:
+            out_V[self._bias_ids] += self._biases
         if self._generated < self._min_tokens:
             out_V[self._banned_ids] = float("-inf")
         return out_V
@@ -80,7 +76,11 @@ class Penalties:
     def record(self, token_id: int) -> None:
         """Counts a generated token."""
         self._generated += 1
-        if self._seen_V is not None:
-            self._seen_V[token_id] = True
-        if self._counts_V is not None:
-            self._counts_V[token_id] += 1
+        if not self._counting:
+            return
+        place = self._places.setdefault(token_id, len(self._places))
+        if place == self._ids.numel():
+            self._ids = torch.cat((self._ids, torch.zeros_like(self._ids)))
+            self._counts = torch.cat((self._counts, torch.zeros_like(self._counts)))
+        self._ids[place] = token_id
+        self._counts[place] += 1

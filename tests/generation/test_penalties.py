@@ -117,6 +117,15 @@ def test_two_requests_do_not_see_each_other() -> None:
     assert torch.equal(other.apply(logits()), logits())
 
 
+def test_a_long_text_of_many_ids() -> None:
+    """Past the room that was made at first, and every id counted as often as it came."""
+    full = penalties(frequency_penalty=0.5, repetition_penalty=2.0)
+    for token_id in [*range(V), *range(0, V, 2)]:
+        full.record(token_id)
+    expected = -2.0 - 0.5 * (1 + (torch.arange(V) % 2 == 0).float())
+    torch.testing.assert_close(full.apply(torch.full((V,), -1.0)), expected)
+
+
 def test_without_a_prompt() -> None:
     params = SamplingParams(repetition_penalty=2).resolve({})
     empty = Penalties(params, [], V, [], torch.device("cpu"))

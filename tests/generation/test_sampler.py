@@ -108,7 +108,7 @@ def test_min_p(min_p: float, count: int) -> None:
     """B75: 1 leaves the maximum alone; a probability of exactly min_p times the maximum stays."""
     kept, ids = shortlist(dist(FOUR) - math.log(0.5), SamplingParams(temperature=1, min_p=min_p).resolve({}))
     assert kept.numel() == count
-    assert ids is None or ids.tolist() == list(FOUR)[:count]
+    assert ids is None or sorted(ids.tolist()) == list(FOUR)[:count]
     assert set(draws(dist(FOUR), 500, temperature=0, min_p=min_p)) == {65}
 
 
@@ -142,7 +142,7 @@ def test_shortlist_as_transformers(
 @pytest.mark.parametrize("size", [1, 2, 63, 64, 65, 511, 512, 513, 5000])
 @pytest.mark.parametrize("top_p", [0.3, 0.999, 0.9999999])
 def test_nucleus_of_any_vocabulary(size: int, top_p: float) -> None:
-    """Found in growing pieces, the nucleus is the one that sorting everything gives."""
+    """Found by a histogram, the nucleus is the one that sorting everything gives."""
     for row in (random_row(size, size), torch.zeros(size), random_row(size, size).round()):
         scaled = row - row.max()
         kept, ids = shortlist(scaled, SamplingParams(temperature=1, top_p=top_p).resolve({}))
@@ -151,8 +151,8 @@ def test_nucleus_of_any_vocabulary(size: int, top_p: float) -> None:
         count = max(1, int(((p.cumsum(0) - p) < top_p - 1e-6).sum()))
         assert ids is not None
         assert abs(ids.numel() - count) <= 1
-        assert torch.equal(ids, order[: ids.numel()])
-        assert torch.equal(kept, values[: ids.numel()])
+        assert set(ids.tolist()) == set(order[: ids.numel()].tolist())
+        assert torch.equal(kept, scaled[ids])
 
 
 def test_draws_follow_the_distribution() -> None:
