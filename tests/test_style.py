@@ -20,7 +20,9 @@ PROSE = [ROOT / "README.md", ROOT / "Makefile", ROOT / "pyproject.toml", *sorted
 ROOM_OF_FOLDER = {"test_checkpoints": "checkpoints"}
 # Tests of a topic that lies across files: the whole, or a promise about all of a room.
 TOPICS = {
+    "cli/test_demo.py": "the whole way, with a real model",
     "cli/test_flags.py": "the command line's surface, frozen",
+    "families/test_parity.py": "every family against transformers",
     "test_import_time.py": "what must not be imported",
     "test_layering.py": "which room imports which",
     "test_style.py": "this",

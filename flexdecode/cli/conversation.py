@@ -101,12 +101,12 @@ class Conversation:
         self.params = dataclasses.replace(self.params, **{name: value})
 
     def show(self) -> list[str]:
-        """The state in lines. Settings that the model decides are left out."""
+        """The state in lines. Settings that were never made, or were undone, are left out."""
         lines = [f"system: {self.system if self.system is not None else '(none)'}", f"messages: {len(self.messages)}"]
-        for name in SETTINGS:
-            value = getattr(self.params, name)
-            if value is not None and value != () and value is not False:
-                lines.append(f"{name}: {json.dumps(value[0]) if isinstance(value, tuple) else value}")
+        for entry in dataclasses.fields(self.params):
+            value = getattr(self.params, entry.name)
+            if entry.name in SETTINGS and value != entry.default:
+                lines.append(f"{entry.name}: {json.dumps(value[0]) if isinstance(value, tuple) else value}")
         return lines
 
     def save(self, path: Path) -> None:

@@ -10,7 +10,7 @@ from tests.cli.fake import Script, fake_llm_class
 
 
 def test_only_settings_that_are_set_are_named() -> None:
-    assert settings(SamplingParams(temperature=0.0, top_k=5, stop="END")) == (
+    assert settings(SamplingParams(temperature=0.0, top_k=5, stop=("END",))) == (
         "min_tokens 0, temperature 0.0, top_k 5, presence_penalty 0.0, frequency_penalty 0.0, n 1, stop ('END',)"
     )
 

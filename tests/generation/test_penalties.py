@@ -40,6 +40,15 @@ def test_presence_and_frequency_count_the_output_alone() -> None:
         frequency.record(A)
 
 
+def test_presence_does_not_count_what_repetition_does() -> None:
+    """Both kept in one table: the prompt's ids have a place there, but were never generated."""
+    both = penalties(repetition_penalty=2, presence_penalty=1, frequency_penalty=1)
+    row = torch.ones(V)
+    assert both.apply(row)[[A, B]].tolist() == [0.5, 1.0]
+    both.record(A)
+    assert both.apply(row)[[A, B]].tolist() == [-1.5, 1.0]
+
+
 def test_negative_penalties_are_rewards() -> None:
     both = penalties(presence_penalty=-1, frequency_penalty=-0.5)
     both.record(A)

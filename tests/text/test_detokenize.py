@@ -7,6 +7,7 @@ from collections.abc import Iterable
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from transformers import ByT5Tokenizer
 
 from flexdecode.text.detokenize import Detokenizer
 from flexdecode.text.tokenizer import Tokenizer
@@ -139,6 +140,16 @@ def test_ids_beyond_the_tokenizer_have_no_text(byte_level: Tokenizer) -> None:
     assert stream(byte_level, [65, 262, 66]) == ["A", "", "B", ""]
     assert byte_level.decode([262, 2**40, -1]) == ""
     assert stream(byte_level, [0xE2, 262, 0x82, 0xAC]) == ["", "", "", "€", ""], "nor do they break a character"
+
+
+def test_a_tokenizer_written_in_python() -> None:
+    """It has no decoder to take apart; its own decode is asked for a few tokens at a time."""
+    tokenizer = Tokenizer(ByT5Tokenizer())
+    text = "ab €😀😀 z"
+    ids = tokenizer.encode(text)
+    assert "".join(stream(tokenizer, ids)) == tokenizer.decode(ids) == text
+    assert [tokenizer.token_bytes(token_id) for token_id in ids[:3]] == [b"a", b"b", b" "]
+    assert tokenizer.eos_token_ids == (1,)
 
 
 def test_special_tokens_are_skipped_or_shown(byte_level: Tokenizer) -> None:

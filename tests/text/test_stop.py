@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import pairwise
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flexdecode.text.detokenize import Detokenizer
@@ -57,9 +57,16 @@ def test_text_ends_before_the_stop_string(stops: list[str], expected: str, size:
     assert matched == oracle(text, stops)[1]
 
 
+@pytest.mark.parametrize(("text", "stop"), [("aaab", "aab"), ("abababc", "ababc"), ("aabaaabaaac", "aabaaac")])
+def test_a_match_may_begin_inside_a_failed_one(text: str, stop: str) -> None:
+    chunks, matched = read(list(text), [stop])
+    assert ("".join(chunks), matched) == (text.removesuffix(stop), True)
+
+
+@settings(max_examples=500)
 @given(
-    text=st.text("ab€", max_size=30),
-    stops=st.lists(st.text("ab€", min_size=1, max_size=5), max_size=4),
+    text=st.text("ab€", max_size=30) | st.text("ab", max_size=30),
+    stops=st.lists(st.text("ab€", min_size=1, max_size=5) | st.text("ab", min_size=3, max_size=6), max_size=4),
     cuts=st.lists(st.integers(0, 30)),
 )
 def test_any_text_cut_anywhere(text: str, stops: list[str], cuts: list[int]) -> None:

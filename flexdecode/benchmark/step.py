@@ -1,0 +1,118 @@
+"""How near a decode step comes to its products alone.
+
+The ceiling of this benchmark is the time in which the model's own weight products (torch's int4 op, say) run one
+after the other on one row, with nothing between them. Steps and products are timed in turn, so that both see the same
+machine.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flexdecode.generation.params import SamplingParams
+from flexdecode.llm import LLM
+from flexdecode.models.linear import Linear
+from flexdecode.models.moe import Moe
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    """Seconds, one entry a repetition: whole engine steps, the products alone, reads of as many bytes."""
+
+    steps: list[float]
+    products: list[float]
+    reads: list[float]
+
+
+def measure(llm: LLM, context: int, repetitions: int) -> dict[str, Any]:
+    """Decode at `context` tokens. One row of results: medians in ms, rates, and the fraction of the ceiling.
+
+    Raises ValueError where context and repetitions do not fit the model's context.
+    """
+    needed = context + repetitions + 3
+    if needed > llm.max_context:
+        raise ValueError(
+            f"{context} tokens of context and {repetitions} repetitions need {needed}, the context ends at "
+            f"{llm.max_context}"
+        )
+    products = _products(llm)
+    times = _interleave(llm, context, repetitions, [m for m, _ in products])
+    step, alone, read = (median(x) * 1e3 for x in (times.steps, times.products, times.reads))
+    weights = sum(m.nbytes for m, _ in products)
+    return {
+        "benchmark": "step",
+        "context": context,
+        "repetitions": repetitions,
+        "threads": torch.get_num_threads(),
+        "dtype": str(llm.engine.model.dtype).removeprefix("torch."),
+        "step_ms": step,
+        "step_ms_min": min(times.steps) * 1e3,
+        "step_ms_max": max(times.steps) * 1e3,
+        "products_ms": alone,
+        "tokens_per_second": 1e3 / step,
+        "fraction_of_products_alone": median(p / s for p, s in zip(times.products, times.steps, strict=True)),
+        "product_bytes": weights,
+        "products_gb_per_s": weights / alone / 1e6,
+        "read_gb_per_s": weights / read / 1e6,
+        "torch": torch.__version__,
+    }
+
+
+def _products(llm: LLM) -> list[tuple[Linear, Tensor]]:
+    """Every product of a step of one token, with an input for it. Of experts, as many as a token uses."""
+    model, found = llm.engine.model, []
+    for layer in model.layers:
+        modules: list[Linear] = [layer.attention.qkv, layer.attention.out]
+        ff = layer.feed_forward
+        if isinstance(ff, Moe):
+            used = range(ff.config.experts_per_token)
+            modules += [ff.router, *(m[e] for e in used for m in (ff.gate_up, ff.down))]  # type: ignore[list-item]
+        else:
+            modules += [ff.gate_up, ff.down]  # type: ignore[list-item]
+        found += modules
+    found.append(model.head)
+    return [(m, torch.randn(1, m.shape[1], dtype=model.dtype, device=model.device)) for m in found]
+
+
+@torch.inference_mode()
+def _interleave(llm: LLM, context: int, repetitions: int, modules: list[Linear]) -> StepTimes:
+    inputs = [x for _, x in _products(llm)]
+    generator = torch.Generator().manual_seed(0)
+    prompt = torch.randint(0, llm.config.vocab_size, (context,), generator=generator).tolist()
+    params = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=repetitions + 3).resolve({})
+    request = llm.engine.add(prompt, params)
+    buffer = torch.zeros(sum(m.nbytes for m in modules) // 8, dtype=torch.int64)
+
+    def products() -> None:
+        for module, x in zip(modules, inputs, strict=True):
+            module(x)
+
+    def read() -> None:
+        buffer.sum()
+
+    while len(request.output_ids) < 2:  # the prefill, and one step to warm up
+        llm.engine.step()
+    products()
+    read()
+    times = StepTimes([], [], [])
+    for _ in range(repetitions):
+        times.steps.append(_seconds(llm.engine.step))
+        times.products.append(_seconds(products))
+        times.reads.append(_seconds(read))
+    llm.engine.abort(request)
+    return times
+
+
+def _seconds(work: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    work()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter() - start
