@@ -74,6 +74,7 @@ def test_chat_goes_on_after_ctrl_c(tmp_path: Path) -> None:
         terminal.expect(">>>", seconds=120)
         terminal.send(f"/save {tmp_path}/talk.json\r")
         terminal.expect("2 messages written", seconds=120)
+        terminal.expect(">>>")
         terminal.send("\x04")
         assert terminal.exit_code() == 0
         question, answer = json.loads((tmp_path / "talk.json").read_text())["messages"]
