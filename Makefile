@@ -40,7 +40,7 @@ check: $(STAMPS)/test $(STAMPS)/lint ## ruff, mypy --strict, and the tests that 
 	$(PY) -m pytest tests/test_layering.py tests/test_style.py
 
 bench: $(STAMPS)/demo ## measure decoding on this machine
-	$(PY) -m flexdecode.benchmark
+	$(VENV)/bin/flexdecode bench step random:llama-3.2-1b@int4 --context 128
 
 clean: ## remove everything that the other targets made, .venv included
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

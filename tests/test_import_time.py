@@ -9,7 +9,7 @@ import sys
 import pytest
 
 HEAVY = ("torch", "transformers", "tokenizers", "safetensors", "gguf", "numpy", "huggingface_hub", "prompt_toolkit")
-VERBS = ("generate", "chat", "inspect", "env", "pull")
+VERBS = ("generate", "chat", "inspect", "env", "pull", "bench", "bench step")
 PROGRAM = "from flexdecode.cli.main import main; code = main({argv!r}); assert code == {code}, code"
 
 
@@ -25,7 +25,10 @@ def test_the_package_itself() -> None:
     assert loaded_by("import flexdecode; assert 'LLM' in dir(flexdecode)") == set()
 
 
-@pytest.mark.parametrize("argv", [["--version"], ["--help"], *([verb, "--help"] for verb in VERBS)], ids=" ".join)
+HELPS = [[*verb.split(), "--help"] for verb in VERBS]
+
+
+@pytest.mark.parametrize("argv", [["--version"], ["--help"], *HELPS], ids=" ".join)
 def test_version_and_help(argv: list[str]) -> None:
     assert loaded_by(PROGRAM.format(argv=argv, code=0)) == set()
 

@@ -56,7 +56,8 @@ class _Storage:
             self.data_CSD.index_copy_(1, slots_T, x_CTD.to(self.data_CSD.dtype))
             return
         scale_CT = x_CTD.float().abs().amax(-1) / 127
-        codes = torch.round(x_CTD.float() / scale_CT.clamp(min=1e-30)[..., None]).to(torch.int8)
+        smallest = torch.finfo(torch.float32).tiny  # a row of zeros has the scale 0
+        codes = torch.round(x_CTD.float() / scale_CT.clamp(min=smallest)[..., None]).to(torch.int8)
         self.data_CSD.index_copy_(1, slots_T, codes)
         self.scale_CS.index_copy_(1, slots_T, scale_CT)
 
@@ -131,6 +132,8 @@ class KVCache:
 
         All or nothing: raises OutOfPagesError before anything changes.
         """
+        if min(counts, default=0) < 0:
+            raise ValueError(f"cannot append {min(counts)} tokens; `truncate` takes tokens away")
         if len(set(sequences)) != len(sequences):
             raise ValueError(f"a sequence may be appended to once a step, got {list(sequences)}")
         jobs = [(s, self._lengths[s], n) for s, n in zip(sequences, counts, strict=True)]
@@ -150,8 +153,9 @@ class KVCache:
         return Slots(tuple(by_group))
 
     def _grow(self, group: PageGroup, sequence: int, length: int, count: int) -> list[int]:
-        for source, target in group.own_last(sequence, length):
-            self._copy_page(group, source, target)
+        if count:
+            for source, target in group.own_last(sequence, length):
+                self._copy_page(group, source, target)
         return group.grow(sequence, length, count)
 
     def write(self, layer: int, slots: Slots, k_TCD: Tensor, v_TCD: Tensor) -> None:

@@ -74,13 +74,17 @@ class PageGroup:
         return [table[p // page] * page + p % page for p in range(length, length + count)]
 
     def locate(self, sequence: int, start: int, stop: int) -> slice | Tensor:
-        """Slots of positions [start, stop): a slice where they are consecutive."""
+        """Slots of positions [start, stop): a slice where they are consecutive. Raises ValueError where some are gone."""
         if stop <= start:
             return slice(0, 0)
         table, page = self._tables[sequence], self.page
         first, last = start // page, (stop - 1) // page
         pages = table[first : last + 1]
-        assert GIVEN_BACK not in pages, f"positions [{start}, {stop}) were given back"
+        if GIVEN_BACK in pages:
+            raise ValueError(
+                f"of keys {start} to {stop - 1} some were given back under {self.mask}: plan queries in the step that "
+                "appends their tokens"
+            )
         if pages[-1] - pages[0] == last - first and all(b - a == 1 for a, b in pairwise(pages)):
             base = (pages[0] - first) * page
             return slice(base + start, base + stop)

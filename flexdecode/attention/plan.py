@@ -63,11 +63,14 @@ def plan_attention(
     """Plan `q_lens[i]` queries of `sequences[i]`, whose keys the cache already counts (`cache.append`).
 
     A query's position is length - q_len + i; `q_positions[i]` (int64 [q_lens[i]]) overrides it. Raises ValueError
-    where more queries than tokens are asked for, or no group of the cache has this mask.
+    where more queries than tokens are asked for, their keys have been given back, or no group of the cache has this
+    mask.
     """
     group = next((i for i, g in enumerate(cache.groups) if g.mask == mask), None)
     if group is None:
         raise ValueError(f"the cache has no layers under {mask}; it has {[g.mask for g in cache.groups]}")
+    if q_positions is not None and [len(p) for p in q_positions] != list(q_lens):
+        raise ValueError(f"q_positions has {[len(p) for p in q_positions]} positions, q_lens is {list(q_lens)}")
     tiles, row = [], 0
     for i, (sequence, count) in enumerate(zip(sequences, q_lens, strict=True)):
         length = cache.length(sequence)

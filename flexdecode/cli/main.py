@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import typer
 
 from flexdecode import __version__
-from flexdecode.cli import chat, env, generate, inspect, pull
+from flexdecode.cli import bench, chat, env, generate, inspect, pull
 from flexdecode.cli.text import note, tolerate_encodings
 from flexdecode.cli.verb import Debug, Session
 
@@ -26,6 +26,7 @@ app = typer.Typer(
 )
 for module in (generate, chat, inspect, env, pull):
     app.command(module.NAME, help=module.HELP)(module.command)
+app.add_typer(bench.app, name=bench.NAME)
 
 
 def _print_version(wanted: bool) -> None:

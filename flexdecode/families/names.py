@@ -8,8 +8,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-# Tensors that some files carry and no decoder needs: constants that are recomputed.
-IGNORABLE = ("rotary_emb.inv_freq", "rotary_pos_emb.inv_freq", "masked_bias", "attn.bias", "rope_freqs.weight")
+# Tensors that no weight of the decoder is made of: constants that are recomputed, and GGUF's rotary divisors, which are
+# read with the config.
+IGNORABLE = (
+    "rotary_emb.inv_freq",
+    "rotary_pos_emb.inv_freq",
+    "masked_bias",
+    "attn.bias",
+    "rope_freqs.weight",
+    "rope_factors_long.weight",
+    "rope_factors_short.weight",
+)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,234 @@
+"""What attention is held against: the formula in fp64, caches filled in awkward ways, masks with holes, and pairwise
+grids. Shape letters as in the package; Q queries of one sequence, L its keys."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flexdecode.attention.attend import Backend
+from flexdecode.attention.backends.reference import Reference
+from flexdecode.attention.backends.sdpa import Sdpa
+from flexdecode.attention.cache import CacheLayer, KVCache
+from flexdecode.attention.masks import Mask, Span, causal, chunked, window
+from flexdecode.attention.pages import GIVEN_BACK
+from flexdecode.attention.scores import ScoreMod
+
+BACKENDS: tuple[Backend, ...] = (Reference(), Sdpa())
+ROUNDOFF = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
+
+
+@dataclass(frozen=True)
+class Holes(Mask):
+    """Causal, but every `period`-th query sees nothing at all. `exact` says so in the span, too."""
+
+    period: int
+    exact: bool = False
+
+    def __call__(self, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        return (kv_idx <= q_idx) & (q_idx % self.period != 0)
+
+    def span(self, q: int) -> Span:
+        if not self.exact:
+            return Span(0, q + 1, False)
+        return Span(0, 0 if q % self.period == 0 else q + 1, True)
+
+    def horizon(self, q: int) -> int:
+        return 0
+
+
+@dataclass(frozen=True)
+class Stripes(Mask):
+    """Causal, every `step`-th key from `first` on: not an interval."""
+
+    step: int
+    first: int = 0
+
+    def __call__(self, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        return (kv_idx <= q_idx) & (kv_idx % self.step == 0) & (kv_idx >= self.first)
+
+    def span(self, q: int) -> Span:
+        return Span(0, q + 1, False)
+
+    def horizon(self, q: int) -> int:
+        return 0
+
+
+MASKS: dict[str, Mask] = {
+    "causal": causal(),
+    "window5": causal() & window(5),
+    "window70": causal() & window(70),
+    "chunked16": causal() & chunked(16),
+    "all": window(100_000),  # no causality: every query sees every key
+}
+
+
+def visible(mask: Mask, positions: Tensor, length: int) -> Tensor:
+    """bool [Q, L], by asking the mask for each pair."""
+    zero = torch.tensor(0)
+    seen = mask(zero, zero, positions[:, None], torch.arange(length)[None, :])
+    return seen.expand(len(positions), length)
+
+
+def dense(
+    q_QHD: Tensor,
+    k_LCD: Tensor,
+    v_LCD: Tensor,
+    visible_QL: Tensor,
+    *,
+    scale: float | None = None,
+    score: ScoreMod | None = None,
+    sinks_H: Tensor | None = None,
+    positions_Q: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """softmax(q k^T scale) v with nothing shared, skipped or rounded: out fp64 [Q, H, D], lse fp64 [Q, H]."""
+    queries, heads, dim = q_QHD.shape
+    group = heads // k_LCD.shape[1]
+    out = torch.zeros(queries, heads, v_LCD.shape[2], dtype=torch.float64)
+    lse = torch.full((queries, heads), float("-inf"), dtype=torch.float64)
+    for h in range(heads):
+        k, v = k_LCD[:, h // group].double(), v_LCD[:, h // group].double()
+        s_QL = q_QHD[:, h].double() @ k.T * (dim**-0.5 if scale is None else scale)
+        if score is not None:
+            assert positions_Q is not None
+            kv_idx = torch.arange(len(k))[None, :]
+            s_QL = score(s_QL, torch.tensor(0), torch.tensor(h), positions_Q[:, None], kv_idx)
+        for i in range(queries):
+            s = s_QL[i][visible_QL[i]]
+            terms = s if sinks_H is None else torch.cat([s, sinks_H[h].double()[None]])
+            if len(terms):
+                lse[i, h] = terms.logsumexp(0)
+                out[i, h] = (s - lse[i, h]).exp() @ v[visible_QL[i]]
+    return out, lse
+
+
+def tolerance(dtype: torch.dtype, weighted: Tensor) -> Tensor:
+    """How far a result in `dtype` may be from the formula: its own rounding, that of each probability and of each
+    product, all in units of `weighted`, the same attention over |v|."""
+    return 4 * ROUNDOFF[dtype] * weighted + 1e-5
+
+
+@dataclass
+class Filled:
+    """A cache of random keys and values, and what it holds: k, v [L, C, D] by sequence, as stored."""
+
+    cache: KVCache
+    sequences: list[int]
+    k: list[Tensor]
+    v: list[Tensor]
+
+
+def filled(
+    lengths: Sequence[int],
+    mask: Mask,
+    *,
+    last: Sequence[int] | None = None,
+    kv_heads: int = 2,
+    head_dim: int = 16,
+    v_head_dim: int | None = None,
+    page: int = 16,
+    dtype: torch.dtype = torch.float32,
+    rest: float | None = None,
+    scattered: bool = False,
+    seed: int = 0,
+) -> Filled:
+    """One layer under `mask`. The last `last[i]` tokens come in one step (default: all), those before in pieces.
+
+    `rest` fills every slot that holds no token, before and after. `scattered` tears the sequences' pages apart.
+    The contents depend on `seed` and the shapes only.
+    """
+    generator, dice = torch.Generator().manual_seed(seed), random.Random(seed)
+    tokens = sum(lengths) + page * (4 + 4 * len(lengths))
+    cache = KVCache([CacheLayer(kv_heads, head_dim, mask, v_head_dim)], 3 * tokens, page=page, dtype=dtype)
+    if rest is not None:
+        fill_unused(cache, rest)
+    k = [torch.randn(n, kv_heads, head_dim, generator=generator) for n in lengths]
+    v = [torch.randn(n, kv_heads, v_head_dim or head_dim, generator=generator) for n in lengths]
+    sequences = [cache.new() for _ in lengths]
+    done = [0] * len(lengths)
+    ends = [n - (n if last is None else last[i]) for i, n in enumerate(lengths)]
+    decoys = []
+
+    def put(jobs: list[tuple[int, int]]) -> None:
+        slots = cache.append([sequences[i] for i, _ in jobs], [n for _, n in jobs])
+        parts = [slice(done[i], done[i] + n) for i, n in jobs]
+        cache.write(
+            0,
+            slots,
+            torch.cat([k[i][p] for (i, _), p in zip(jobs, parts, strict=True)]),
+            torch.cat([v[i][p] for (i, _), p in zip(jobs, parts, strict=True)]),
+        )
+        for i, n in jobs:
+            done[i] += n
+
+    if scattered:  # pages go lowest first; taken out of order by freeing decoys out of order
+        for _ in range(tokens // page):
+            decoys.append(cache.new())
+            cache.append([decoys[-1]], [dice.randint(1, 2 * page)])
+        dice.shuffle(decoys)
+    while any(a < b for a, b in zip(done, ends, strict=True)):
+        i = dice.choice([i for i, end in enumerate(ends) if done[i] < end])
+        put([(i, min(dice.randint(1, page), ends[i] - done[i]))])
+        if decoys:
+            cache.free(decoys.pop())
+    for decoy in decoys[: len(decoys) // 2]:
+        cache.free(decoy)
+    put([(i, n - done[i]) for i, n in enumerate(lengths)])
+    for decoy in decoys[len(decoys) // 2 :]:
+        cache.free(decoy)
+    if rest is not None:
+        fill_unused(cache, rest)
+    return Filled(cache, sequences, [x.to(dtype) for x in k], [x.to(dtype) for x in v])
+
+
+def fill_unused(cache: KVCache, value: float) -> None:
+    """Write `value` into every slot of every layer that holds no token: free pages, and what follows the last token."""
+    for layer, index in enumerate(cache.group_of):
+        group = cache.groups[index]
+        unused = torch.ones(group.pages, cache.page, dtype=torch.bool)
+        for sequence, length in cache.lengths.items():
+            for logical, number in enumerate(group.table(sequence)):
+                if number != GIVEN_BACK:
+                    unused[number, : max(0, length - logical * cache.page)] = False
+        for storage in (cache._k[layer], cache._v[layer]):
+            if storage.scale_CS is not None:
+                storage.scale_CS[:, unused.flatten()] = value
+            else:
+                storage.data_CSD[:, unused.flatten()] = value
+
+
+def pairwise(**axes: Sequence[Any]) -> list[dict[str, Any]]:
+    """Cases that hold every pair of values of any two axes at least once, the same every time."""
+    names = list(axes)
+    missing = {
+        (a, i, b, j)
+        for a, b in itertools.combinations(names, 2)
+        for i in range(len(axes[a]))
+        for j in range(len(axes[b]))
+    }
+    dice, cases = random.Random(0), []
+    while missing:
+        a, i, b, j = min(missing)
+        best: dict[str, int] = {}
+        most = -1
+        for _ in range(20):
+            case = {name: dice.randrange(len(axes[name])) for name in names} | {a: i, b: j}
+            new = sum((p, case[p], q, case[q]) in missing for p, q in itertools.combinations(names, 2))
+            if new > most:
+                best, most = case, new
+        missing -= {(p, best[p], q, best[q]) for p, q in itertools.combinations(names, 2)}
+        cases.append({name: axes[name][best[name]] for name in names})
+    return cases
+
+
+def by_name(case: Any) -> str:
+    """A test id out of a case's values."""
+    if isinstance(case, dict):
+        return "-".join(str(v).removeprefix("torch.") for v in case.values())
+    return str(getattr(case, "name", case))

@@ -1,0 +1,442 @@
+"""attend against the formula in fp64, over every backend, and what must not make a difference: neighbours, chunks,
+where pages lie, and whatever is stored where no token is."""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from flexdecode.attention.attend import Backend, Request, attend, choose
+from flexdecode.attention.backends.reference import Reference
+from flexdecode.attention.backends.sdpa import Sdpa
+from flexdecode.attention.cache import KV_DTYPES, CacheLayer, KVCache
+from flexdecode.attention.masks import Mask, causal, chunked, window
+from flexdecode.attention.plan import plan_attention
+from flexdecode.attention.scores import softcap
+from tests.attention.dense import (
+    BACKENDS,
+    MASKS,
+    Filled,
+    Holes,
+    Stripes,
+    by_name,
+    dense,
+    fill_unused,
+    filled,
+    pairwise,
+    tolerance,
+    visible,
+)
+
+LENGTHS = (1, 63, 64, 65, 127, 128, 129, 257)
+every_backend = pytest.mark.parametrize("backend", BACKENDS, ids=by_name)
+
+
+def queries(q_lens: list[int], heads: int, dim: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(sum(q_lens), heads, dim, generator=torch.Generator().manual_seed(7)).to(dtype)
+
+
+def run(f: Filled, q_THD: Tensor, q_lens: list[int], mask: Mask, backend: Backend, **options: Any) -> Tensor:
+    plan = plan_attention(f.cache, f.sequences, q_lens, mask)
+    out = attend(q_THD, f.cache, 0, plan, backend=backend, **options)
+    assert isinstance(out, Tensor)
+    return out
+
+
+def check(out_THD: Tensor, f: Filled, q_THD: Tensor, q_lens: list[int], mask: Mask, **options: Any) -> None:
+    """Every row within `tolerance` of the formula."""
+    row = 0
+    for k, v, count in zip(f.k, f.v, q_lens, strict=True):
+        seen = visible(mask, torch.arange(len(k) - count, len(k)), len(k))
+        q = q_THD[row : row + count]
+        wanted, _ = dense(q, k, v, seen, **options)
+        weighted, _ = dense(q, k, v.abs(), seen, **options)
+        got = out_THD[row : row + count]
+        assert got.dtype == q_THD.dtype
+        assert bool(((got.double() - wanted).abs() <= tolerance(q_THD.dtype, weighted)).all())
+        row += count
+
+
+GRID = pairwise(
+    length=LENGTHS,
+    head_dim=(31, 64, 72, 80, 96, 128, 256),
+    group=(1, 3, 4, 7, 8, 12),
+    q_len=(1, 2, 5, 17, "whole"),
+    mask=tuple(MASKS),
+    dtype=(torch.float32, torch.bfloat16),
+    kv_heads=(1, 2, 3),
+    v_head_dim=(None, 24),
+    page=(16, 64),
+    scattered=(False, True),
+)
+
+
+@every_backend
+@pytest.mark.parametrize("case", GRID, ids=by_name)
+def test_grid(backend: Backend, case: dict[str, Any]) -> None:
+    length, mask = case["length"], MASKS[case["mask"]]
+    q_len = length if case["q_len"] == "whole" else min(case["q_len"], length)
+    shape = {name: case[name] for name in ("kv_heads", "head_dim", "v_head_dim", "page", "dtype", "scattered")}
+    f = filled([length], mask, last=[q_len], rest=math.nan, **shape)
+    q = queries([q_len], case["kv_heads"] * case["group"], case["head_dim"], case["dtype"])
+    check(run(f, q, [q_len], mask, backend), f, q, [q_len], mask)
+
+
+@every_backend
+@pytest.mark.parametrize("rest", [1e4, math.nan])
+@pytest.mark.parametrize("length", [1, 63, 64, 65, 127, 128, 129, 130, 255, 257])
+def test_what_lies_past_the_end_never_shows(backend: Backend, length: int, rest: float) -> None:
+    """B53, and static caches attended as a whole: a length that is no multiple of the block reads the block's rest."""
+    for q_len in {1, min(5, length), length}:
+        outs = []
+        for value in (0.0, rest):
+            f = filled([length, 40], causal(), last=[q_len, 1], page=64, rest=value)
+            q = queries([q_len, 1], 4, 16)
+            outs.append(run(f, q, [q_len, 1], causal(), backend))
+        check(outs[1], f, q, [q_len, 1], causal())
+        assert torch.equal(*outs)
+
+
+@every_backend
+@pytest.mark.parametrize("dtype", KV_DTYPES, ids=str)
+@pytest.mark.parametrize("q_dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_every_storage_under_every_query_type(backend: Backend, dtype: torch.dtype, q_dtype: torch.dtype) -> None:
+    mask, q_lens = causal() & window(50), [7, 1]
+    f = filled([70, 33], mask, last=q_lens, dtype=torch.float32 if dtype == torch.int8 else dtype, v_head_dim=24)
+    if dtype == torch.int8:
+        cache = KVCache([CacheLayer(2, 16, mask, 24)], 512, page=16, dtype=dtype)
+        f.sequences = [cache.new() for _ in f.k]
+        cache.write(0, cache.append(f.sequences, [70, 33]), torch.cat(f.k), torch.cat(f.v))
+        reads = [cache.read(0, cache.locate(0, s, 0, len(k)), torch.float32) for s, k in zip(f.sequences, f.k, strict=True)]
+        f = Filled(cache, f.sequences, [k.transpose(0, 1) for k, _ in reads], [v.transpose(0, 1) for _, v in reads])
+    if backend.name == "sdpa":  # reads the cache in the query's type
+        f = replace(f, k=[k.to(q_dtype) for k in f.k], v=[v.to(q_dtype) for v in f.v])
+    q = queries(q_lens, 6, 16, q_dtype)
+    check(run(f, q, q_lens, mask, backend), f, q, q_lens, mask)
+
+
+@given(data=st.data())
+@settings(deadline=None, max_examples=40)
+def test_a_ragged_batch_is_its_sequences_one_by_one(data: st.DataObject) -> None:
+    """Bit for bit: a sequence's result does not depend on who is beside it."""
+    mask = MASKS[data.draw(st.sampled_from(sorted(MASKS)))]
+    lengths = data.draw(st.lists(st.integers(1, 140), min_size=1, max_size=5))
+    q_lens = [data.draw(st.one_of(st.just(1), st.integers(1, n))) for n in lengths]
+    f = filled(lengths, mask, last=q_lens, rest=math.nan, scattered=data.draw(st.booleans()))
+    q = queries(q_lens, 6, 16)
+    for backend in BACKENDS:
+        out = run(f, q, q_lens, mask, backend)
+        check(out, f, q, q_lens, mask)
+        row = 0
+        for i, count in enumerate(q_lens):
+            one = Filled(f.cache, f.sequences[i : i + 1], f.k[i : i + 1], f.v[i : i + 1])
+            alone = run(one, q[row : row + count], [count], mask, backend)
+            assert torch.equal(alone, out[row : row + count])
+            row += count
+
+
+@every_backend
+@pytest.mark.parametrize("mask", MASKS.values(), ids=list(MASKS))
+def test_a_decode_row_is_the_prefills(backend: Backend, mask: Mask) -> None:
+    """The first fault everybody meets: a causal mask at q_len 1 that thinks the query stands at position 0."""
+    length = 80
+    whole = filled([length], mask)
+    if mask(torch.tensor(0), torch.tensor(0), torch.tensor(0), torch.tensor(1)):
+        length = 1  # under a mask that sees ahead, the rows of a prefill see what decoding has not written yet
+    q = queries([80], 6, 16)
+    prefill = run(whole, q, [80], mask, backend)
+    cache = KVCache([CacheLayer(2, 16, mask)], 160, page=16, dtype=torch.float32)
+    sequence = cache.new()
+    for t in range(length):
+        cache.write(0, cache.append([sequence], [1]), whole.k[0][t : t + 1], whole.v[0][t : t + 1])
+        row = attend(q[t : t + 1], cache, 0, plan_attention(cache, [sequence], [1], mask), backend=backend)
+        if mask != MASKS["all"]:
+            torch.testing.assert_close(row, prefill[t : t + 1], atol=1e-5, rtol=1e-5)
+        fill_unused(cache, math.nan)
+
+
+@given(data=st.data())
+@settings(deadline=None, max_examples=25)
+def test_chunks_are_the_whole(data: st.DataObject) -> None:
+    """Prefill cut anywhere, for several sequences at once; pages given back on the way are overwritten with NaN."""
+    mask = data.draw(
+        st.sampled_from([causal(), causal() & window(5), causal() & window(33), causal() & chunked(16), Holes(3)])
+    )
+    lengths = data.draw(st.lists(st.integers(1, 100), min_size=1, max_size=3))
+    whole = filled(lengths, mask, seed=3)
+    q = queries(lengths, 4, 16)
+    firsts = [sum(lengths[:i]) for i in range(len(lengths))]
+    for backend in BACKENDS:
+        cache = KVCache([CacheLayer(2, 16, mask)], 2 * sum(lengths) + 64, page=8, dtype=torch.float32)
+        sequences, done = [cache.new() for _ in lengths], [0] * len(lengths)
+        out = torch.full((sum(lengths), 4, 16), math.nan)
+        dice = random.Random(data.draw(st.integers(0, 99)))
+        while done != lengths:
+            jobs = [i for i in range(len(lengths)) if done[i] < lengths[i]]
+            jobs = dice.sample(jobs, dice.randint(1, len(jobs)))
+            counts = [dice.randint(1, lengths[i] - done[i]) for i in jobs]
+            parts = [slice(done[i], done[i] + n) for i, n in zip(jobs, counts, strict=True)]
+            slots = cache.append([sequences[i] for i in jobs], counts)
+            new_k = torch.cat([whole.k[i][p] for i, p in zip(jobs, parts, strict=True)])
+            new_v = torch.cat([whole.v[i][p] for i, p in zip(jobs, parts, strict=True)])
+            cache.write(0, slots, new_k, new_v)
+            fill_unused(cache, math.nan)
+            plan = plan_attention(cache, [sequences[i] for i in jobs], counts, mask)
+            rows = torch.cat([torch.arange(p.start, p.stop) + firsts[i] for i, p in zip(jobs, parts, strict=True)])
+            out[rows] = attend(q[rows], cache, 0, plan, backend=backend)  # type: ignore[assignment]
+            for i, n in zip(jobs, counts, strict=True):
+                done[i] += n
+        check(out, whole, q, lengths, mask)
+
+
+@every_backend
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("q_len", [1, 5, 17])
+@pytest.mark.parametrize("mask", [causal(), causal() & window(70), causal() & chunked(16)], ids=str)
+def test_where_pages_lie_changes_no_bit(backend: Backend, dtype: torch.dtype, q_len: int, mask: Mask) -> None:
+    q = queries([q_len, 1], 6, 64, dtype)
+    outs = []
+    for seed, scattered in ((0, False), (0, True), (1, True)):
+        f = filled([129, 65], mask, last=[q_len, 1], head_dim=64, dtype=dtype, scattered=scattered, seed=seed)
+        k, v = torch.cat(f.k), torch.cat(f.v)
+        if seed:  # other places, the same contents
+            again = filled([129, 65], mask, last=[q_len, 1], head_dim=64, dtype=dtype)
+            k, v = torch.cat(again.k), torch.cat(again.v)
+            f = rewritten(f, k, v)
+        outs.append(run(f, q, [q_len, 1], mask, backend))
+    assert torch.equal(outs[0], outs[1])
+    assert torch.equal(outs[0], outs[2])
+
+
+def rewritten(f: Filled, k_TCD: Tensor, v_TCD: Tensor) -> Filled:
+    """The same places, holding other tokens, wherever they have not been given back."""
+    first = 0
+    for sequence, length in f.cache.lengths.items():
+        if sequence not in f.sequences:
+            continue
+        table = f.cache.groups[0].table(sequence)
+        for p in range(length):
+            if table[p // 16] >= 0:
+                slot = table[p // 16] * 16 + p % 16
+                f.cache._k[0].data_CSD[:, slot] = k_TCD[first + p]
+                f.cache._v[0].data_CSD[:, slot] = v_TCD[first + p]
+        first += length
+    return f
+
+
+@every_backend
+@pytest.mark.parametrize("neighbour", [1e4, math.nan, math.inf])
+def test_a_neighbour_changes_no_bit(backend: Backend, neighbour: float) -> None:
+    """Packed rows and shared pools: what one sequence holds must not reach another's result."""
+    q_lens = [3, 2, 20]
+    f = filled([40, 70, 20], causal(), last=q_lens)
+    q = queries(q_lens, 4, 16)
+    before = run(f, q, q_lens, causal(), backend)
+    run_of_it = f.cache.locate(0, f.sequences[1], 0, 70)
+    f.cache._k[0].data_CSD[:, run_of_it] = neighbour
+    f.cache._v[0].data_CSD[:, run_of_it] = neighbour
+    q[3:5] *= 100
+    after = run(f, q, q_lens, causal(), backend)
+    assert torch.equal(after[:3], before[:3])
+    assert torch.equal(after[5:], before[5:])
+    assert not torch.equal(after[3:5], before[3:5])
+
+
+@every_backend
+@pytest.mark.parametrize("mask", [Holes(2), Holes(3), Holes(3, exact=True), Stripes(3, first=30), Holes(1)], ids=str)
+@pytest.mark.parametrize("q_len", [1, 2, 17, 40])
+def test_rows_that_see_nothing_are_zero(backend: Backend, mask: Mask, q_len: int) -> None:
+    """B57: softmax over nothing is NaN, and NaN spreads. The other rows are as they would be alone."""
+    for length in (40, 41, 42):
+        f = filled([length, 25], mask, last=[q_len, 3])
+        q = queries([q_len, 3], 4, 16)
+        out = run(f, q, [q_len, 3], mask, backend)
+        assert bool(out.isfinite().all())
+        check(out, f, q, [q_len, 3], mask)
+        empty = ~visible(mask, torch.arange(length - q_len, length), length).any(1)
+        assert bool((out[:q_len][empty] == 0).all())
+
+
+@every_backend
+@pytest.mark.parametrize("mask", [Stripes(3), Stripes(7, first=20), Holes(2), causal() & window(9)], ids=str)
+@pytest.mark.parametrize("q_len", [1, 4, 20])
+@pytest.mark.parametrize("poison", [1e4, math.nan, math.inf])
+def test_keys_that_no_query_sees_never_show(backend: Backend, mask: Mask, q_len: int, poison: float) -> None:
+    """0 times NaN is NaN: a masked value must be left out of the sum, not multiplied by nothing."""
+    f = filled([64], mask, last=[q_len])
+    unseen = ~visible(mask, torch.arange(64 - q_len, 64), 64).any(0)
+    q = queries([q_len], 4, 16)
+    slots = torch.tensor([t * 16 + i for t in f.cache.groups[0].table(f.sequences[0]) for i in range(16)])
+    slots = slots[unseen & (slots >= 0)]
+    f.cache._k[0].data_CSD[:, slots] = poison
+    f.cache._v[0].data_CSD[:, slots] = poison
+    check(run(f, q, [q_len], mask, backend), f, q, [q_len], mask)
+
+
+@every_backend
+@pytest.mark.parametrize("scale", [None, 1.0, 0.01, 0.0])
+def test_scale(backend: Backend, scale: float | None) -> None:
+    f = filled([30], causal(), last=[5])
+    q = queries([5], 4, 16)
+    check(run(f, q, [5], causal(), backend, scale=scale), f, q, [5], causal(), scale=scale)
+
+
+@every_backend
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("size", [1e2, 3e4])
+def test_scores_of_any_size(backend: Backend, dtype: torch.dtype, size: float) -> None:
+    """Scores far beyond what exp takes: the largest wins, all is finite."""
+    f = filled([40], causal(), last=[20], dtype=dtype)
+    f.cache._k[0].data_CSD.mul_(size)
+    f.k = [k * size for k in f.k]
+    q = queries([20], 4, 16, dtype)
+    check(run(f, q, [20], causal(), backend, scale=1.0), f, q, [20], causal(), scale=1.0)
+
+
+@pytest.mark.slow
+@every_backend
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("mask", [causal(), causal() & window(1000)], ids=str)
+def test_a_long_context(backend: Backend, dtype: torch.dtype, mask: Mask) -> None:
+    for q_len in (1, 33):
+        f = filled([9000], mask, last=[q_len], kv_heads=1, head_dim=64, page=64, dtype=dtype, rest=math.nan)
+        q = queries([q_len], 3, 64, dtype)
+        check(run(f, q, [q_len], mask, backend), f, q, [q_len], mask)
+
+
+def test_every_layer_reads_its_own() -> None:
+    layers = [CacheLayer(1, 8, causal()), CacheLayer(2, 4, causal() & window(3), 6), CacheLayer(1, 8, causal())]
+    cache = KVCache(layers, 64, page=4, dtype=torch.float32)
+    sequence = cache.new()
+    slots = cache.append([sequence], [10])
+    for i, layer in enumerate(layers):
+        k = torch.randn(10, layer.kv_heads, layer.head_dim, generator=torch.Generator().manual_seed(i))
+        v = torch.full((10, layer.kv_heads, layer.v_head_dim or layer.head_dim), float(i))
+        cache.write(i, slots, k, v)
+    for i, layer in enumerate(layers):
+        q = queries([10], 2 * layer.kv_heads, layer.head_dim)
+        out = attend(q, cache, i, plan_attention(cache, [sequence], [10], layer.mask))
+        assert isinstance(out, Tensor)
+        torch.testing.assert_close(out, torch.full((10, 2 * layer.kv_heads, layer.v_head_dim or 8), float(i)))
+
+
+# what cannot be
+
+
+def plain(**changes: Any) -> Request:
+    base = Request(8, 2, 64, torch.bfloat16, torch.bfloat16, "cpu")
+    return replace(base, **changes)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "heads", "dim", "told"),
+    [
+        (4, 4, 16, "q has 4 tokens, the plan 5"),
+        (5, 5, 16, "q has 5 heads of 16, layer 0 caches 2 kv_heads of 16"),
+        (5, 4, 8, "q has 4 heads of 8, layer 0 caches 2 kv_heads of 16"),
+    ],
+)
+def test_queries_that_do_not_fit_are_refused_with_both_numbers(tokens: int, heads: int, dim: int, told: str) -> None:
+    f = filled([9], causal(), last=[5])
+    plan = plan_attention(f.cache, f.sequences, [5], causal())
+    with pytest.raises(ValueError, match=told):
+        attend(torch.zeros(tokens, heads, dim), f.cache, 0, plan)
+
+
+def test_a_plan_for_another_mask_is_refused() -> None:
+    cache = KVCache([CacheLayer(1, 4, causal()), CacheLayer(1, 4, causal() & window(3))], 16, dtype=torch.float32)
+    sequence = cache.new()
+    cache.append([sequence], [2])
+    plan = plan_attention(cache, [sequence], [2], causal())
+    with pytest.raises(ValueError, match=r"layer 1 has the mask .*Window\(size=3\).*, the plan was made for Causal"):
+        attend(torch.zeros(2, 1, 4), cache, 1, plan)
+
+
+@pytest.mark.parametrize("shape", [(1,), (3,), (4, 1)])
+def test_sinks_must_be_one_for_each_head(shape: tuple[int, ...]) -> None:
+    """A tensor of one would be spread over all heads without a word."""
+    f = filled([9], causal(), last=[5])
+    plan = plan_attention(f.cache, f.sequences, [5], causal())
+    with pytest.raises(ValueError, match=r"sinks.*4 heads"):
+        attend(torch.zeros(5, 4, 16), f.cache, 0, plan, sinks=torch.zeros(shape))
+
+
+@pytest.mark.parametrize(
+    "options", [{"score": softcap(5.0)}, {"sinks": torch.zeros(4)}, {"return_lse": True}], ids=lambda o: next(iter(o))
+)
+def test_a_backend_that_cannot_is_refused_and_never_ignores(options: dict[str, Any]) -> None:
+    f = filled([9], causal(), last=[5])
+    plan = plan_attention(f.cache, f.sequences, [5], causal())
+    q = queries([5], 4, 16)
+    with pytest.raises(ValueError, match=r"sdpa.*Request\(heads=4, kv_heads=2, head_dim=16.*torch's SDPA"):
+        attend(q, f.cache, 0, plan, backend=Sdpa(), **options)
+    unforced, forced = (attend(q, f.cache, 0, plan, backend=b, **options) for b in (None, Reference()))
+    for a, b in zip(unforced, forced, strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize(
+    ("request_", "name"),
+    [
+        (plain(), "sdpa"),
+        (plain(heads=7, kv_heads=1, head_dim=31, dtype=torch.float32, kv_dtype=torch.int8), "sdpa"),
+        (plain(score=softcap(50.0)), "reference"),
+        (plain(sinks=True), "reference"),
+        (plain(return_lse=True), "reference"),
+    ],
+)
+def test_the_first_that_can_is_chosen(request_: Request, name: str) -> None:
+    assert choose(request_).name == name
+    assert choose(request_, name).name == name
+    assert choose(request_, "reference").name == "reference"
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"score": softcap(50.0)}, r"score modification \(Softcap\(cap=50\.0\)\)"),
+        ({"sinks": True}, "no attention sinks"),
+        ({"return_lse": True}, "log-sum-exp"),
+    ],
+)
+def test_a_forced_backend_that_cannot_says_why_and_prints_the_request(changes: dict[str, Any], reason: str) -> None:
+    request = plain(**changes)
+    with pytest.raises(ValueError, match=reason) as caught:
+        choose(request, "sdpa")
+    assert str(request) in str(caught.value)
+    assert "sdpa:" in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@dataclass(frozen=True)
+class Unable:
+    name: str
+    reason: str
+
+    def unsupported(self, request: Request) -> str | None:
+        return self.reason
+
+    def run(self, *args: Any) -> tuple[Tensor, Tensor | None]:
+        raise AssertionError("never chosen")
+
+
+def test_where_none_can_every_reason_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    backends = (Unable("one", "it is too old"), Unable("two", "it is too new"))
+    monkeypatch.setattr("flexdecode.attention.attend.BACKENDS", backends)
+    with pytest.raises(ValueError, match="one: it is too old; two: it is too new"):
+        choose(plain())
+    with pytest.raises(ValueError, match="'sdpa' is not known"):
+        choose(plain(), "sdpa")
+
+
+def test_an_unknown_backend_is_answered_with_the_known() -> None:
+    with pytest.raises(ValueError, match=r"'flash' is not known \(known: auto, sdpa, reference\)"):
+        choose(plain(), "flash")
