@@ -28,6 +28,7 @@ TOPICS = {
     "llm/test_numbers.py": "logits that are none, through LLM",
     "llm/test_sampling.py": "sampling and penalties, through LLM",
     "llm/test_text.py": "text in a stream, through LLM",
+    "models/test_memory.py": "what loading takes",
     "models/test_quantized.py": "every quantized layout against its float twin",
     "test_demo.py": "a real model against transformers",
     "test_import_time.py": "what must not be imported",

@@ -92,7 +92,8 @@ def attend(
 
     sinks [heads] fp32 joins each head's softmax denominator; scale defaults to head_dim ** -0.5. Returns
     [tokens, heads, v_head_dim] in q's dtype, and with `return_lse` the natural-log sum of exponentials, fp32
-    [tokens, heads], sinks included. A row that sees nothing gives 0 and -inf (with sinks: the sink).
+    [tokens, heads], sinks included. A row that sees nothing gives 0 and -inf (with sinks: the sink). Raises ValueError
+    where shapes do not fit, or no backend (or the one given) serves the request.
     """
     tokens, heads, head_dim = q_THD.shape
     if tokens != plan.rows:
@@ -104,20 +105,23 @@ def attend(
         raise ValueError(
             f"q has {heads} heads of {head_dim}, layer {layer} caches {shape.kv_heads} kv_heads of {shape.head_dim}"
         )
+    if sinks is not None and sinks.shape != (heads,):
+        raise ValueError(f"sinks has shape {tuple(sinks.shape)}, and q has {heads} heads")
+    request = Request(
+        heads,
+        shape.kv_heads,
+        head_dim,
+        q_THD.dtype,
+        cache.dtype,
+        q_THD.device.type,
+        score,
+        sinks is not None,
+        return_lse,
+    )
     if backend is None:
-        backend = choose(
-            Request(
-                heads,
-                shape.kv_heads,
-                head_dim,
-                q_THD.dtype,
-                cache.dtype,
-                q_THD.device.type,
-                score,
-                sinks is not None,
-                return_lse,
-            )
-        )
+        backend = choose(request)
+    elif (reason := backend.unsupported(request)) is not None:
+        raise ValueError(f"attention backend {backend.name} cannot serve {request}: {reason}")
     scale = head_dim**-0.5 if scale is None else scale
     out, lse = backend.run(q_THD, cache, layer, plan, score, sinks, scale, return_lse)
     if return_lse:

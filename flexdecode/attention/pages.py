@@ -74,7 +74,7 @@ class PageGroup:
         return [table[p // page] * page + p % page for p in range(length, length + count)]
 
     def locate(self, sequence: int, start: int, stop: int) -> slice | Tensor:
-        """Slots of positions [start, stop): a slice where they are consecutive. Raises ValueError where some are gone."""
+        """Slots of positions [start, stop): a slice where they are consecutive. Raises ValueError where one is gone."""
         if stop <= start:
             return slice(0, 0)
         table, page = self._tables[sequence], self.page

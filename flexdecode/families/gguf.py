@@ -63,10 +63,10 @@ _SCALES = {
 }
 # Keys that change no logit, or only beside others: yarn's are read where the scaling is yarn. Where the window is not
 # asked for, no file slides in llama.cpp, whatever it says.
-_INERT = """vocab_size tensor_data_layout pooling_type attention.layer_norm_epsilon expert_weights_norm mm.tokens_per_image
-    rope.scaling.finetuned rope.scaling.yarn_ext_factor rope.scaling.yarn_attn_factor rope.scaling.yarn_beta_fast
-    rope.scaling.yarn_beta_slow rope.scaling.yarn_log_multiplier attention.sliding_window
-    attention.sliding_window_pattern""".split()
+_INERT = """vocab_size tensor_data_layout pooling_type mm.tokens_per_image attention.layer_norm_epsilon
+    attention.sliding_window attention.sliding_window_pattern expert_weights_norm rope.scaling.finetuned
+    rope.scaling.yarn_ext_factor rope.scaling.yarn_attn_factor rope.scaling.yarn_beta_fast rope.scaling.yarn_beta_slow
+    rope.scaling.yarn_log_multiplier""".split()
 
 
 @dataclass(frozen=True)

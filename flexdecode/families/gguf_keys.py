@@ -39,6 +39,6 @@ class Keys:
         return value[0]
 
     def rest(self, inert: Collection[str]) -> dict[str, Any]:
-        """What says something that nobody has asked for, under its whole name. `inert` lists what may be passed over."""
+        """What nobody has asked for, under its whole name. `inert` lists what may be passed over."""
         known = self._asked | {self.name(key) for key in inert}
         return {k: self._all[k] for k in self._all if k.startswith(f"{self.arch}.") and k not in known}

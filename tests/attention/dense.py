@@ -4,6 +4,7 @@ grids. Shape letters as in the package; Q queries of one sequence, L its keys.""
 from __future__ import annotations
 
 import itertools
+import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,12 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flexdecode.attention.attend import Backend
+from flexdecode.attention.attend import Backend, attend
 from flexdecode.attention.backends.reference import Reference
 from flexdecode.attention.backends.sdpa import Sdpa
 from flexdecode.attention.cache import CacheLayer, KVCache
 from flexdecode.attention.masks import Mask, Span, causal, chunked, window
 from flexdecode.attention.pages import GIVEN_BACK
+from flexdecode.attention.plan import plan_attention
 from flexdecode.attention.scores import ScoreMod
 
 BACKENDS: tuple[Backend, ...] = (Reference(), Sdpa())
@@ -135,21 +137,24 @@ def filled(
     page: int = 16,
     dtype: torch.dtype = torch.float32,
     rest: float | None = None,
-    scattered: bool = False,
+    scattered: int = 0,
     seed: int = 0,
 ) -> Filled:
     """One layer under `mask`. The last `last[i]` tokens come in one step (default: all), those before in pieces.
 
-    `rest` fills every slot that holds no token, before and after. `scattered` tears the sequences' pages apart.
-    The contents depend on `seed` and the shapes only.
+    `rest` fills every slot that holds no token, before and after. `scattered` tears the sequences' pages apart, each
+    number in another way. A sequence's contents depend on `seed`, its index and the shapes only.
     """
-    generator, dice = torch.Generator().manual_seed(seed), random.Random(seed)
+    dice = random.Random(scattered)
     tokens = sum(lengths) + page * (4 + 4 * len(lengths))
     cache = KVCache([CacheLayer(kv_heads, head_dim, mask, v_head_dim)], 3 * tokens, page=page, dtype=dtype)
     if rest is not None:
         fill_unused(cache, rest)
-    k = [torch.randn(n, kv_heads, head_dim, generator=generator) for n in lengths]
-    v = [torch.randn(n, kv_heads, v_head_dim or head_dim, generator=generator) for n in lengths]
+    k, v = [], []
+    for i, n in enumerate(lengths):
+        generator = torch.Generator().manual_seed(1000 * seed + i)
+        k.append(torch.randn(n, kv_heads, head_dim, generator=generator))
+        v.append(torch.randn(n, kv_heads, v_head_dim or head_dim, generator=generator))
     sequences = [cache.new() for _ in lengths]
     done = [0] * len(lengths)
     ends = [n - (n if last is None else last[i]) for i, n in enumerate(lengths)]
@@ -185,6 +190,36 @@ def filled(
     if rest is not None:
         fill_unused(cache, rest)
     return Filled(cache, sequences, [x.to(dtype) for x in k], [x.to(dtype) for x in v])
+
+
+def queries(q_lens: Sequence[int], heads: int, dim: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Packed random queries [T, H, D], the same every time."""
+    return torch.randn(sum(q_lens), heads, dim, generator=torch.Generator().manual_seed(7)).to(dtype)
+
+
+def run(f: Filled, q_THD: Tensor, q_lens: Sequence[int], mask: Mask, backend: Backend, **options: Any) -> Tensor:
+    """attend over all sequences of `f`."""
+    plan = plan_attention(f.cache, f.sequences, q_lens, mask)
+    out = attend(q_THD, f.cache, 0, plan, backend=backend, **options)
+    assert isinstance(out, Tensor)
+    return out
+
+
+def check(
+    out_THD: Tensor, f: Filled, q_THD: Tensor, q_lens: Sequence[int], mask: Mask, slack: float = 0.0, **options: Any
+) -> None:
+    """Every row within `tolerance` of the formula. `slack` is how far a score may be off, where scores are large."""
+    row = 0
+    for k, v, count in zip(f.k, f.v, q_lens, strict=True):
+        seen = visible(mask, torch.arange(len(k) - count, len(k)), len(k))
+        q = q_THD[row : row + count]
+        wanted, _ = dense(q, k, v, seen, **options)
+        weighted, _ = dense(q, k, v.abs(), seen, **options)
+        got = out_THD[row : row + count]
+        assert got.dtype == q_THD.dtype
+        limit = tolerance(q_THD.dtype, weighted) + weighted * math.expm1(2 * slack)
+        assert bool(((got.double() - wanted).abs() <= limit).all())
+        row += count
 
 
 def fill_unused(cache: KVCache, value: float) -> None:

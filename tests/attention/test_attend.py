@@ -28,41 +28,17 @@ from tests.attention.dense import (
     Holes,
     Stripes,
     by_name,
-    dense,
+    check,
     fill_unused,
     filled,
     pairwise,
-    tolerance,
+    queries,
+    run,
     visible,
 )
 
 LENGTHS = (1, 63, 64, 65, 127, 128, 129, 257)
 every_backend = pytest.mark.parametrize("backend", BACKENDS, ids=by_name)
-
-
-def queries(q_lens: list[int], heads: int, dim: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.randn(sum(q_lens), heads, dim, generator=torch.Generator().manual_seed(7)).to(dtype)
-
-
-def run(f: Filled, q_THD: Tensor, q_lens: list[int], mask: Mask, backend: Backend, **options: Any) -> Tensor:
-    plan = plan_attention(f.cache, f.sequences, q_lens, mask)
-    out = attend(q_THD, f.cache, 0, plan, backend=backend, **options)
-    assert isinstance(out, Tensor)
-    return out
-
-
-def check(out_THD: Tensor, f: Filled, q_THD: Tensor, q_lens: list[int], mask: Mask, **options: Any) -> None:
-    """Every row within `tolerance` of the formula."""
-    row = 0
-    for k, v, count in zip(f.k, f.v, q_lens, strict=True):
-        seen = visible(mask, torch.arange(len(k) - count, len(k)), len(k))
-        q = q_THD[row : row + count]
-        wanted, _ = dense(q, k, v, seen, **options)
-        weighted, _ = dense(q, k, v.abs(), seen, **options)
-        got = out_THD[row : row + count]
-        assert got.dtype == q_THD.dtype
-        assert bool(((got.double() - wanted).abs() <= tolerance(q_THD.dtype, weighted)).all())
-        row += count
 
 
 GRID = pairwise(
@@ -75,7 +51,7 @@ GRID = pairwise(
     kv_heads=(1, 2, 3),
     v_head_dim=(None, 24),
     page=(16, 64),
-    scattered=(False, True),
+    scattered=(0, 1),
 )
 
 
@@ -115,8 +91,9 @@ def test_every_storage_under_every_query_type(backend: Backend, dtype: torch.dty
         cache = KVCache([CacheLayer(2, 16, mask, 24)], 512, page=16, dtype=dtype)
         f.sequences = [cache.new() for _ in f.k]
         cache.write(0, cache.append(f.sequences, [70, 33]), torch.cat(f.k), torch.cat(f.v))
-        reads = [cache.read(0, cache.locate(0, s, 0, len(k)), torch.float32) for s, k in zip(f.sequences, f.k, strict=True)]
-        f = Filled(cache, f.sequences, [k.transpose(0, 1) for k, _ in reads], [v.transpose(0, 1) for _, v in reads])
+        runs = [cache.locate(0, s, 0, cache.length(s)) for s in f.sequences]
+        reads = [[x.transpose(0, 1) for x in cache.read(0, r, torch.float32)] for r in runs]
+        f = Filled(cache, f.sequences, [k for k, _ in reads], [v for _, v in reads])
     if backend.name == "sdpa":  # reads the cache in the query's type
         f = replace(f, k=[k.to(q_dtype) for k in f.k], v=[v.to(q_dtype) for v in f.v])
     q = queries(q_lens, 6, 16, q_dtype)
@@ -130,7 +107,7 @@ def test_a_ragged_batch_is_its_sequences_one_by_one(data: st.DataObject) -> None
     mask = MASKS[data.draw(st.sampled_from(sorted(MASKS)))]
     lengths = data.draw(st.lists(st.integers(1, 140), min_size=1, max_size=5))
     q_lens = [data.draw(st.one_of(st.just(1), st.integers(1, n))) for n in lengths]
-    f = filled(lengths, mask, last=q_lens, rest=math.nan, scattered=data.draw(st.booleans()))
+    f = filled(lengths, mask, last=q_lens, rest=math.nan, scattered=data.draw(st.integers(0, 3)))
     q = queries(q_lens, 6, 16)
     for backend in BACKENDS:
         out = run(f, q, q_lens, mask, backend)
@@ -144,23 +121,19 @@ def test_a_ragged_batch_is_its_sequences_one_by_one(data: st.DataObject) -> None
 
 
 @every_backend
-@pytest.mark.parametrize("mask", MASKS.values(), ids=list(MASKS))
-def test_a_decode_row_is_the_prefills(backend: Backend, mask: Mask) -> None:
+@pytest.mark.parametrize("name", [name for name in MASKS if name != "all"])
+def test_a_decode_row_is_the_prefills(backend: Backend, name: str) -> None:
     """The first fault everybody meets: a causal mask at q_len 1 that thinks the query stands at position 0."""
-    length = 80
-    whole = filled([length], mask)
-    if mask(torch.tensor(0), torch.tensor(0), torch.tensor(0), torch.tensor(1)):
-        length = 1  # under a mask that sees ahead, the rows of a prefill see what decoding has not written yet
-    q = queries([80], 6, 16)
+    mask = MASKS[name]
+    whole, q = filled([80], mask), queries([80], 6, 16)
     prefill = run(whole, q, [80], mask, backend)
     cache = KVCache([CacheLayer(2, 16, mask)], 160, page=16, dtype=torch.float32)
     sequence = cache.new()
-    for t in range(length):
-        cache.write(0, cache.append([sequence], [1]), whole.k[0][t : t + 1], whole.v[0][t : t + 1])
-        row = attend(q[t : t + 1], cache, 0, plan_attention(cache, [sequence], [1], mask), backend=backend)
-        if mask != MASKS["all"]:
-            torch.testing.assert_close(row, prefill[t : t + 1], atol=1e-5, rtol=1e-5)
-        fill_unused(cache, math.nan)
+    for t in range(80):
+        here = slice(t, t + 1)
+        cache.write(0, cache.append([sequence], [1]), whole.k[0][here], whole.v[0][here])
+        row = attend(q[here], cache, 0, plan_attention(cache, [sequence], [1], mask), backend=backend)
+        torch.testing.assert_close(row, prefill[here], atol=1e-5, rtol=1e-5)
 
 
 @given(data=st.data())
@@ -202,34 +175,16 @@ def test_chunks_are_the_whole(data: st.DataObject) -> None:
 @pytest.mark.parametrize("q_len", [1, 5, 17])
 @pytest.mark.parametrize("mask", [causal(), causal() & window(70), causal() & chunked(16)], ids=str)
 def test_where_pages_lie_changes_no_bit(backend: Backend, dtype: torch.dtype, q_len: int, mask: Mask) -> None:
-    q = queries([q_len, 1], 6, 64, dtype)
-    outs = []
-    for seed, scattered in ((0, False), (0, True), (1, True)):
-        f = filled([129, 65], mask, last=[q_len, 1], head_dim=64, dtype=dtype, scattered=scattered, seed=seed)
-        k, v = torch.cat(f.k), torch.cat(f.v)
-        if seed:  # other places, the same contents
-            again = filled([129, 65], mask, last=[q_len, 1], head_dim=64, dtype=dtype)
-            k, v = torch.cat(again.k), torch.cat(again.v)
-            f = rewritten(f, k, v)
-        outs.append(run(f, q, [q_len, 1], mask, backend))
-    assert torch.equal(outs[0], outs[1])
-    assert torch.equal(outs[0], outs[2])
-
-
-def rewritten(f: Filled, k_TCD: Tensor, v_TCD: Tensor) -> Filled:
-    """The same places, holding other tokens, wherever they have not been given back."""
-    first = 0
-    for sequence, length in f.cache.lengths.items():
-        if sequence not in f.sequences:
-            continue
-        table = f.cache.groups[0].table(sequence)
-        for p in range(length):
-            if table[p // 16] >= 0:
-                slot = table[p // 16] * 16 + p % 16
-                f.cache._k[0].data_CSD[:, slot] = k_TCD[first + p]
-                f.cache._v[0].data_CSD[:, slot] = v_TCD[first + p]
-        first += length
-    return f
+    """Blocks larger than pages elsewhere made the sum's order, and so its bits, depend on which pages were free."""
+    q, q_lens = queries([q_len, 1], 6, 64, dtype), [q_len, 1]
+    lone = filled([129], mask, last=[q_len], head_dim=64, dtype=dtype)
+    assert isinstance(plan_attention(lone.cache, lone.sequences, [q_len], mask).tiles[0].run, slice)
+    wanted = run(lone, q[:q_len], [q_len], mask, backend)
+    for scattered in (1, 2, 3):
+        f = filled([129, 65], mask, last=q_lens, head_dim=64, dtype=dtype, scattered=scattered)
+        if mask == causal():
+            assert isinstance(plan_attention(f.cache, f.sequences, q_lens, mask).tiles[0].run, Tensor)
+        assert torch.equal(run(f, q, q_lens, mask, backend)[:q_len], wanted)
 
 
 @every_backend
@@ -291,17 +246,19 @@ def test_scale(backend: Backend, scale: float | None) -> None:
 
 @every_backend
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("size", [1e2, 3e4])
+@pytest.mark.parametrize("size", [1e2, 1e4])
 def test_scores_of_any_size(backend: Backend, dtype: torch.dtype, size: float) -> None:
     """Scores far beyond what exp takes: the largest wins, all is finite."""
     f = filled([40], causal(), last=[20], dtype=dtype)
     f.cache._k[0].data_CSD.mul_(size)
     f.k = [k * size for k in f.k]
     q = queries([20], 4, 16, dtype)
-    check(run(f, q, [20], causal(), backend, scale=1.0), f, q, [20], causal(), scale=1.0)
+    out = run(f, q, [20], causal(), backend, scale=1.0)
+    assert bool(out.isfinite().all())
+    largest = (q.float().abs().amax(0).sum(-1).max() * f.k[0].float().abs().max()).item()
+    check(out, f, q, [20], causal(), slack=16 * 2**-24 * largest, scale=1.0)
 
 
-@pytest.mark.slow
 @every_backend
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("mask", [causal(), causal() & window(1000)], ids=str)

@@ -108,14 +108,16 @@ def test_sizes_below_one_are_refused(make: type[Mask], size: int) -> None:
 
 def test_masks_are_values() -> None:
     """Layers whose masks are equal share one page table, however the masks came to be."""
-    makers = [causal, lambda: window(4), lambda: window(5), lambda: chunked(4), lambda: causal() & window(4)]
-    makers += [lambda: causal() & window(5), lambda: causal() & chunked(4), lambda: causal() & window(4) & chunked(4)]
-    for i, make in enumerate(makers):
-        for j, other in enumerate(makers):
-            assert (make() == other()) == (i == j)
-        assert hash(make()) == hash(make())
-    assert len({make() for make in makers * 2}) == len(makers)
-    layers = [CacheLayer(1, 4, causal() & window(4)), CacheLayer(1, 4, causal()), CacheLayer(1, 4, causal() & window(4))]
+
+    def made() -> list[Mask]:
+        pairs = [causal() & window(4), causal() & window(5), causal() & chunked(4)]
+        return [causal(), window(4), window(5), chunked(4), *pairs, causal() & window(4) & chunked(4)]
+
+    for i, mask in enumerate(made()):
+        assert [mask == other for other in made()] == [i == j for j in range(len(made()))]
+        assert hash(mask) == hash(made()[i])
+    assert len({*made(), *made()}) == len(made())
+    layers = [CacheLayer(1, 4, mask) for mask in (causal() & window(4), causal(), causal() & window(4))]
     assert KVCache(layers, 8).group_of == (0, 1, 0)
 
 
