@@ -31,7 +31,7 @@ ARCHITECTURE = {
     "olmo2": "olmo2", "granite": "granite", "gpt_oss": "gpt-oss",
 }  # fmt: skip
 INTERLEAVED = ("llama", "smollm3", "granite")  # llama.cpp rotates adjacent pairs: LLAMA_ROPE_TYPE_NORM
-MERGES = ["t h", "th e"]
+MERGES = [("t", "h"), ("th", "e")]
 MERGED = ["th", "the"]  # ids 260 and 261
 
 # Where the fp16 scales lie in a block that gguf cannot make from floats, and the type's size in elements and bytes.
@@ -262,7 +262,7 @@ def _tokenizer(writer: gguf.GGUFWriter) -> None:
     writer.add_tokenizer_pre("gpt-2")
     writer.add_token_list(tokens + [f"[PAD{i}]" for i in padding])
     writer.add_token_types(types + [gguf.TokenType.UNUSED for _ in padding])
-    writer.add_token_merges(MERGES)
+    writer.add_token_merges([" ".join(pair) for pair in MERGES])
     writer.add_bos_token_id(BOS)
     writer.add_eos_token_id(EOS)
     writer.add_pad_token_id(PAD)

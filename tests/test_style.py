@@ -23,6 +23,7 @@ TOPICS = {
     "cli/test_demo.py": "the whole way, with a real model",
     "cli/test_flags.py": "the command line's surface, frozen",
     "families/test_parity.py": "every family against transformers",
+    "families/test_shapes.py": "every random shape fits its family",
     "llm/test_ends.py": "why an answer ends, through LLM",
     "llm/test_life.py": "what requests leave behind, through LLM",
     "llm/test_numbers.py": "logits that are none, through LLM",

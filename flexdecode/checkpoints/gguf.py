@@ -1,7 +1,8 @@
 """GgufSource: a GGUF file, whole or split, as named tensors.
 
 Knows the types, not the models: names are GGUF's own, nothing is renamed or permuted (families do that), and metadata
-is given as it stands. Q4_0 and Q4_1 become Int4Weight exactly; the other quantized types become a dense matrix.
+is given as it stands. Q4_0 and Q4_1 become Int4Weight and MXFP4 becomes Fp4Weight, exactly; the other quantized types
+become a dense matrix.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from torch import Tensor
 from flexdecode.checkpoints.files import as_dtype, map_bytes
 from flexdecode.checkpoints.gguf_header import AGAIN, GgufTensor, read_header
 from flexdecode.checkpoints.int4 import from_offsets
-from flexdecode.quantization.weights import Int4Weight, Weight
+from flexdecode.quantization.weights import Fp4Weight, Int4Weight, Weight
 
 _PLAIN = {
     "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float64,
@@ -35,8 +36,8 @@ _PART = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
 class GgufSource:
     """A .gguf file; of a split file any part may be given, and all are read.
 
-    `dense_dtype` is what matrices become that are quantized in a type other than Q4_0 and Q4_1 (Q8_0, K-quants …):
-    they are computed in fp32 and rounded once. 1-D tensors in Q4_0 or Q4_1 become dense too, being no matrices; those
+    `dense_dtype` is what matrices become that are quantized in a type other than those three (Q8_0, K-quants …):
+    they are computed in fp32 and rounded once. 1-D tensors in those become dense too, being no matrices; those
     of three dimensions keep their logical shape and are read as one matrix, the rows of all below each other.
     Raises ValueError (one line, naming file, tensor and remedy) for a file that cannot be read in full.
     """
@@ -82,6 +83,8 @@ class GgufSource:
             return tensor.nbytes
         if _is_int4(tensor):
             return elements // 2 + elements // 32 * (3 if tensor.type.name == "Q4_0" else 6)
+        if _is_fp4(tensor):
+            return tensor.nbytes
         return elements * self._dense.itemsize
 
     def read(self, name: str) -> Weight:
@@ -92,6 +95,8 @@ class GgufSource:
         if _is_int4(tensor):
             decode = decode_q4_0 if tensor.type.name == "Q4_0" else decode_q4_1
             return decode(stored, tensor.shape[-1])
+        if _is_fp4(tensor):
+            return decode_mxfp4(stored, tensor.shape[-1])
         return _dense(stored, tensor, self._dense)
 
     def _tensor(self, name: str) -> GgufTensor:
@@ -113,6 +118,18 @@ def decode_q4_1(blocks: Tensor, columns: int) -> Int4Weight:
     codes_NB, d_NG = _codes(blocks, 10, columns)
     m_NG = blocks.view(torch.float16).view(-1, columns // 32, 10)[..., 1]
     return from_offsets(codes_NB, d_NG, m_NG)
+
+
+def decode_mxfp4(blocks: Tensor, columns: int) -> Fp4Weight:
+    """uint8 blocks of 32 elements (an exponent, 16 bytes of e2m1 codes): w = value(code) · 2 ** (exponent - 127)."""
+    blocks_M17 = blocks.view(-1, 17)
+    codes_M2I = torch.empty(blocks_M17.shape[0], 2, 8, dtype=torch.uint8)
+    slab = _SLAB // 32
+    for m in range(0, blocks_M17.shape[0], slab):
+        code = blocks_M17[m : m + slab, 1:]  # byte j holds elements j and j + 16
+        codes_M2I[m : m + slab, 0] = (code[:, 0::2] & 0x0F) | (code[:, 1::2] << 4)
+        codes_M2I[m : m + slab, 1] = (code[:, 0::2] >> 4) | (code[:, 1::2] & 0xF0)
+    return Fp4Weight(codes_M2I.view(-1, columns // 2), blocks_M17[:, 0].contiguous().view(-1, columns // 32))
 
 
 def _codes(blocks: Tensor, words: int, columns: int) -> tuple[Tensor, Tensor]:
@@ -146,6 +163,10 @@ def _dense(stored: Tensor, tensor: GgufTensor, dtype: torch.dtype) -> Tensor:
 
 def _is_int4(tensor: GgufTensor) -> bool:
     return tensor.type.name in _INT4 and len(tensor.shape) > 1 and 0 not in tensor.shape
+
+
+def _is_fp4(tensor: GgufTensor) -> bool:
+    return tensor.type.name == "MXFP4" and len(tensor.shape) > 1 and 0 not in tensor.shape
 
 
 def _refuse_unreadable(tensors: Mapping[str, GgufTensor]) -> None:

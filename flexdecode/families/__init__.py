@@ -66,7 +66,8 @@ def resolve(source: Source, ignore_config: Collection[str] = ()) -> tuple[ModelC
     reader = ConfigReader(raw, str(source.path), ignore_config)
     config = family.read_config(reader)
     reader.finish()
-    return config, replace(_prefixed(table or family.names, source), drop=drop)
+    found = _prefixed(table or family.names, source)
+    return config, replace(found, drop=found.drop + drop)
 
 
 def _prefixed(table: Names, source: Source) -> Names:

@@ -61,11 +61,12 @@ _SCALES = {
     "residual_scale": "residual_multiplier",
     "logit_scale": "logits_scaling",
 }
-# Keys that change no logit, or only beside others: yarn's are read where the scaling is yarn. Where the window is not
-# asked for, no file slides in llama.cpp, whatever it says.
+# Keys that change no logit, or only beside others: yarn's are read where the scaling is yarn, and shared experts would
+# have tensors. Where no window is asked for, no file slides in llama.cpp, whatever it says.
 _INERT = """vocab_size tensor_data_layout pooling_type mm.tokens_per_image attention.layer_norm_epsilon
-    attention.sliding_window attention.sliding_window_pattern expert_weights_norm rope.scaling.finetuned
-    rope.scaling.yarn_ext_factor rope.scaling.yarn_attn_factor rope.scaling.yarn_beta_fast rope.scaling.yarn_beta_slow
+    attention.sliding_window attention.sliding_window_pattern expert_weights_norm expert_shared_count
+    expert_shared_feed_forward_length rope.scaling.finetuned rope.scaling.yarn_ext_factor
+    rope.scaling.yarn_attn_factor rope.scaling.yarn_beta_fast rope.scaling.yarn_beta_slow
     rope.scaling.yarn_log_multiplier""".split()
 
 
@@ -104,7 +105,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         "gpt_oss",
         replace(_NAMES, feed_forward_pre_norm="post_attention_norm"),
         _EXPERTS | _WINDOW | {"expert_feed_forward_length": "intermediate_size"},
-        required=("expert_count", "expert_used_count", "expert_feed_forward_length", "attention.sliding_window"),
+        required=("expert_count", "expert_used_count", "attention.sliding_window"),
         period=2,
     ),
 }
@@ -134,7 +135,10 @@ def translate(source: Source) -> tuple[dict[str, Any], Names]:
     for role, key in (("bos", "bos"), ("eos", "eos"), ("pad", "padding")):
         config[f"{role}_token_id"] = source.config.get(f"tokenizer.ggml.{key}_token_id")
     _complete(architecture, config, keys)
-    config["rope_parameters"] = rope_parameters(keys, source, config["head_dim"], config["max_position_embeddings"])
+    rope = rope_parameters(keys, source, config["head_dim"], config["max_position_embeddings"])
+    config["rope_parameters"] = rope
+    # transformers lets its Phi3Config's own default come before the one inside.
+    config["original_max_position_embeddings"] = rope.get("original_max_position_embeddings")
     return {k: v for k, v in config.items() if v is not None} | keys.rest(_INERT), table
 
 

@@ -38,7 +38,8 @@ def rope_parameters(keys: Keys, source: Source, head_dim: int, max_position: int
 def _scaling(keys: Keys, source: Source, max_position: int) -> dict[str, Any]:
     """rope_type and its parameters."""
     names = source.names()
-    factor = float(keys("rope.scaling.factor") or keys("rope.scale_linear") or 1.0)
+    old_name = keys("rope.scale_linear")
+    factor = float(keys("rope.scaling.factor") or old_name or 1.0)
     original = keys("rope.scaling.original_context_length") or max_position
     attention = keys("rope.scaling.attn_factor")
     kind = keys("rope.scaling.type", "linear" if factor != 1.0 else "none")
@@ -66,20 +67,18 @@ def _scaling(keys: Keys, source: Source, max_position: int) -> dict[str, Any]:
 
 
 def _yarn(keys: Keys, factor: float, original: int, more: float) -> dict[str, Any]:
-    """`more` comes on top of the attention factor."""
+    """`more` comes on top of the attention factor, which follows from the factor where the file gives none."""
+    extrapolation, multiplier = keys("rope.scaling.yarn_ext_factor"), keys("rope.scaling.yarn_log_multiplier")
+    if extrapolation not in (None, 1.0, -1.0):  # -1: llama.cpp's "not given"
+        name = keys.name("rope.scaling.yarn_ext_factor")
+        raise ValueError(f"{keys.where}: {name} is {extrapolation:g}; only 1 is supported")
+    growth = 0.1 * math.log(max(factor, 1.0))
+    attention = keys("rope.scaling.yarn_attn_factor") or (1 + growth) / (1 + growth * (multiplier or 0.0))
     rope = {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": original}
     if keys.arch == "gpt-oss":
         rope["truncate"] = False  # the file has no key for it
-    if keys("rope.scaling.yarn_ext_factor", 1.0) not in (1.0, -1.0):  # -1: llama.cpp's "not given"
-        name = keys.name("rope.scaling.yarn_ext_factor")
-        raise ValueError(f"{keys.where}: {name} is {keys('rope.scaling.yarn_ext_factor'):g}; only 1 is supported")
-    if keys("rope.scaling.yarn_log_multiplier"):
-        rope |= {"mscale": 1.0, "mscale_all_dim": keys("rope.scaling.yarn_log_multiplier")}
-    attention = keys("rope.scaling.yarn_attn_factor")
-    if more != 1.0:
-        attention = more * (attention or 0.1 * math.log(factor) + 1.0)
     fast, slow = keys("rope.scaling.yarn_beta_fast"), keys("rope.scaling.yarn_beta_slow")
-    return rope | _given(attention_factor=attention, beta_fast=fast, beta_slow=slow)
+    return rope | _given(attention_factor=attention * more, beta_fast=fast, beta_slow=slow)
 
 
 def _given(**values: Any) -> dict[str, Any]:

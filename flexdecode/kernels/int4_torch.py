@@ -116,6 +116,7 @@ def pack(codes_NB: Tensor, scales_NG: Tensor, zeros_NG: Tensor) -> PackedInt4:
 def linear(x_MK: Tensor, w: PackedInt4) -> Tensor:
     """x @ w.T for bf16 x. [M, N]."""
     out: Tensor
+    x_MK = x_MK.contiguous()  # torch's op takes no other
     if x_MK.device.type == "cuda":
         out = torch.ops.aten._weight_int4pack_mm(x_MK, w.data, w.group, w.scale_zero_GN2)
         return out

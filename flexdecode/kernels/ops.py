@@ -1,7 +1,8 @@
 """The only door to the kernels: products of activations with integer weights, on every device and in every dtype.
 
-`pack_*` chooses once, at load, how a matrix will be read, and says so (`path`); `linear_*` then only runs.
-Activations are [rows, inputs] in bf16, fp16 or fp32; results have their dtype.
+`pack_*` chooses once, at load, how a matrix will be read, and says so (`path`); `linear_*` then only runs. What is
+packed has memory of its own: it keeps no mapped file and no larger tensor alive. Activations are [rows, inputs] in
+bf16, fp16 or fp32; results have their dtype.
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ __all__ = [
 ]
 
 _FEW_ROWS_INT8 = 16
+# torch's int8 product reads whole vectors, and past the end of a row that is no multiple of one: 16 floats in AVX-512.
+_INT8_VECTOR = 16
 
 
 @dataclass(frozen=True)
@@ -56,7 +59,11 @@ def pack_int4(codes_NB: Tensor, scales_NG: Tensor, zeros_NG: Tensor, dtype: torc
     n, k = codes_NB.shape[0], 2 * codes_NB.shape[1]
     if int4_torch.packable(n, k, k // scales_NG.shape[1], dtype, codes_NB.device):
         return Int4Operand("torch", int4_torch.pack(codes_NB, scales_NG, zeros_NG), None)
-    return Int4Operand("dequantize", None, (codes_NB, scales_NG, zeros_NG))
+    return Int4Operand("dequantize", None, (_own(codes_NB), _own(scales_NG), _own(zeros_NG)))
+
+
+def _own(tensor: Tensor) -> Tensor:
+    return tensor.clone(memory_format=torch.contiguous_format)
 
 
 def linear_int4(x_MK: Tensor, w: Int4Operand) -> Tensor:
@@ -78,20 +85,23 @@ class Int8Operand:
 
     @property
     def nbytes(self) -> int:
-        return self.codes_NK.nbytes + self.scales_N.nbytes
+        ones = 0 if self.ones_N is None else self.ones_N.nbytes
+        return self.codes_NK.nbytes + self.scales_N.nbytes + ones
 
 
 def pack_int8(codes_NK: Tensor, scales_N: Tensor, dtype: torch.dtype) -> Int8Operand:
-    """Prepare canonical int8 for activations of `dtype`; bf16 on CPU is served by torch's int8 product."""
-    if dtype == torch.bfloat16 and codes_NK.device.type == "cpu":
-        ones = torch.ones(codes_NK.shape[0], dtype=dtype)
-        return Int8Operand("torch", codes_NK.contiguous(), scales_N.float(), ones)
-    return Int8Operand("dequantize", codes_NK, scales_N.float(), None)
+    """Prepare canonical int8 for activations of `dtype`; bf16 on CPU is served by torch's int8 product where it can
+    read the rows."""
+    codes_NK, scales_N = _own(codes_NK), _own(scales_N.float())
+    n, k = codes_NK.shape
+    if dtype == torch.bfloat16 and codes_NK.device.type == "cpu" and k % _INT8_VECTOR == 0:
+        return Int8Operand("torch", codes_NK, scales_N, torch.ones(n, dtype=dtype))
+    return Int8Operand("dequantize", codes_NK, scales_N, None)
 
 
 def linear_int8(x_MK: Tensor, w: Int8Operand) -> Tensor:
     """x @ w.T. [M, N]. The scale is applied after the product, in fp32: torch's op would round it to bf16."""
     if w.ones_N is not None and x_MK.shape[0] <= _FEW_ROWS_INT8:
-        out: Tensor = torch.ops.aten._weight_int8pack_mm(x_MK, w.codes_NK, w.ones_N)
+        out: Tensor = torch.ops.aten._weight_int8pack_mm(x_MK.contiguous(), w.codes_NK, w.ones_N)
         return (out.float() * w.scales_N).to(x_MK.dtype)
     return reference.linear_int8(x_MK, w.codes_NK, w.scales_N)

@@ -69,6 +69,8 @@ def linear_int8(x_MK: Tensor, codes_NK: Tensor, scales_N: Tensor) -> Tensor:
     """x @ w.T with w = code * scale; the codes are exact in every float type, the scale is applied in fp32. [M, N]."""
     n, k = codes_NK.shape
     out_MN = x_MK.new_empty(x_MK.shape[0], n)
+    # A sum that has not been scaled yet is soon beyond fp16, which ends at 65504.
+    x_MK = x_MK.float() if x_MK.dtype == torch.float16 else x_MK
     for s in row_slabs(n, 4 * k):
         out_MN[:, s] = F.linear(x_MK, codes_NK[s].to(x_MK.dtype)).float() * scales_N[s].float()
     return out_MN

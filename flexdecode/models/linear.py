@@ -91,35 +91,34 @@ def linear(
 
     `copy=False` lets a dense weight be used where it lies (a head tied to the embedding).
     """
-    merged: list[Weight] = []
+    runs: list[list[Weight]] = []
     for part in parts:
-        if merged and _alike(merged[-1], part):
-            merged[-1] = _concat(merged[-1], part)
+        if runs and _alike(runs[-1][0], part):
+            runs[-1].append(part)
         else:
-            merged.append(part)
-    bias = None if bias is None else bias.to(device=device, dtype=dtype)
-    if len(merged) == 1:
-        weight = merged[0]
-        if isinstance(weight, Tensor) and (len(parts) > 1 or not copy):
-            return DenseLinear(weight.to(device=device, dtype=dtype), bias)
-        return _single(weight, bias, dtype, device)
-    return StackedLinear([_single(part, None, dtype, device) for part in merged], bias)
+            runs.append([part])
+    bias = None if bias is None else owned(bias, dtype, device)
+    if len(runs) == 1:
+        return _single(runs[0], bias, dtype, device, copy)
+    return StackedLinear([_single(run, None, dtype, device, copy) for run in runs], bias)
 
 
-def _single(weight: Weight, bias: Tensor | None, dtype: torch.dtype, device: torch.device) -> Linear:
+def _single(run: Sequence[Weight], bias: Tensor | None, dtype: torch.dtype, device: torch.device, copy: bool) -> Linear:
+    weight = run[0] if len(run) == 1 else _concat(run)
     if isinstance(weight, Int4Weight):
         return Int4Linear(weight.to(device), bias, dtype)
     if isinstance(weight, Int8Weight):
         return Int8Linear(weight.to(device), bias, dtype)
     if isinstance(weight, Fp4Weight):
         return Fp4Linear(weight.to(device), bias)
-    return DenseLinear(owned(weight, dtype, device), bias)
+    if copy and len(run) == 1:
+        return DenseLinear(owned(weight, dtype, device), bias)
+    return DenseLinear(weight.to(device=device, dtype=dtype), bias)
 
 
 def owned(tensor: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
     """`tensor` in `dtype` on `device`, in memory of its own: a view of a mapped file would keep the file's pages."""
-    moved = tensor.to(device=device, dtype=dtype)
-    return moved.clone(memory_format=torch.contiguous_format) if moved is tensor else moved.contiguous()
+    return tensor.to(device=device, dtype=dtype, copy=True, memory_format=torch.contiguous_format)
 
 
 def _alike(a: Weight, b: Weight) -> bool:
@@ -128,13 +127,12 @@ def _alike(a: Weight, b: Weight) -> bool:
     return type(a) is type(b)
 
 
-def _concat(a: Weight, b: Weight) -> Weight:
-    if isinstance(a, Int4Weight) and isinstance(b, Int4Weight):
-        return Int4Weight.concat([a, b])
-    if isinstance(a, Int8Weight) and isinstance(b, Int8Weight):
-        return Int8Weight.concat([a, b])
-    if isinstance(a, Fp4Weight) and isinstance(b, Fp4Weight):
-        return Fp4Weight.concat([a, b])
-    assert isinstance(a, Tensor)
-    assert isinstance(b, Tensor)
-    return torch.cat([a, b.to(a.dtype)])
+def _concat(run: Sequence[Weight]) -> Weight:
+    """Rows below one another; dense parts of different dtypes meet in one that holds them all."""
+    if isinstance(run[0], Int4Weight):
+        return Int4Weight.concat([part for part in run if isinstance(part, Int4Weight)])
+    if isinstance(run[0], Int8Weight):
+        return Int8Weight.concat([part for part in run if isinstance(part, Int8Weight)])
+    if isinstance(run[0], Fp4Weight):
+        return Fp4Weight.concat([part for part in run if isinstance(part, Fp4Weight)])
+    return torch.cat([part for part in run if isinstance(part, Tensor)])

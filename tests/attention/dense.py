@@ -1,9 +1,10 @@
-"""What attention is held against: the formula in fp64, caches filled in awkward ways, masks with holes, and pairwise
-grids. Shape letters as in the package; Q queries of one sequence, L its keys."""
+"""What attention is held against: the formula in fp64, caches filled in awkward ways, and masks with holes.
+
+Shape letters as in the package; Q queries of one sequence, L its keys.
+"""
 
 from __future__ import annotations
 
-import itertools
 import math
 import random
 from collections.abc import Sequence
@@ -236,34 +237,3 @@ def fill_unused(cache: KVCache, value: float) -> None:
                 storage.scale_CS[:, unused.flatten()] = value
             else:
                 storage.data_CSD[:, unused.flatten()] = value
-
-
-def pairwise(**axes: Sequence[Any]) -> list[dict[str, Any]]:
-    """Cases that hold every pair of values of any two axes at least once, the same every time."""
-    names = list(axes)
-    missing = {
-        (a, i, b, j)
-        for a, b in itertools.combinations(names, 2)
-        for i in range(len(axes[a]))
-        for j in range(len(axes[b]))
-    }
-    dice, cases = random.Random(0), []
-    while missing:
-        a, i, b, j = min(missing)
-        best: dict[str, int] = {}
-        most = -1
-        for _ in range(20):
-            case = {name: dice.randrange(len(axes[name])) for name in names} | {a: i, b: j}
-            new = sum((p, case[p], q, case[q]) in missing for p, q in itertools.combinations(names, 2))
-            if new > most:
-                best, most = case, new
-        missing -= {(p, best[p], q, best[q]) for p, q in itertools.combinations(names, 2)}
-        cases.append({name: axes[name][best[name]] for name in names})
-    return cases
-
-
-def by_name(case: Any) -> str:
-    """A test id out of a case's values."""
-    if isinstance(case, dict):
-        return "-".join(str(v).removeprefix("torch.") for v in case.values())
-    return str(getattr(case, "name", case))

@@ -18,14 +18,15 @@ from torch import Tensor
 
 from flexdecode.checkpoints import gguf as our_gguf
 from flexdecode.checkpoints.demo import demo_path
-from flexdecode.checkpoints.gguf import GgufSource, decode_q4_0, decode_q4_1
-from flexdecode.quantization.weights import Int4Weight
+from flexdecode.checkpoints.gguf import GgufSource, decode_mxfp4, decode_q4_0, decode_q4_1
+from flexdecode.quantization.weights import Fp4Weight, Int4Weight
 
 RNG = np.random.default_rng(0)
 DENSE = [
     t
     for t in Type
-    if t.name not in ("Q4_0", "Q4_1", "F16", "F32", "F64", "BF16", "I8", "I16", "I32", "I64", "Q8_1", "Q8_K", "Q1_0")
+    if t.name
+    not in ("Q4_0", "Q4_1", "MXFP4", "F16", "F32", "F64", "BF16", "I8", "I16", "I32", "I64", "Q8_1", "Q8_K", "Q1_0")
 ]
 
 
@@ -107,6 +108,21 @@ def test_int4_types(tmp_path: Path, kind: Type, shape: tuple[int, int]) -> None:
     torch.testing.assert_close(weight.dequantize(), expected, rtol=0, atol=1e-6)
     if kind == Type.Q4_0:
         assert torch.equal(weight.dequantize(), expected)
+
+
+def test_mxfp4_stays_four_bits(tmp_path: Path) -> None:
+    """Every code and a range of exponents, against the gguf package; experts in three dimensions become rows."""
+    blocks = np.random.default_rng(0).integers(0, 256, (3 * 8, 2, 17), dtype=np.uint8)
+    blocks[..., 0] = blocks[..., 0] % 20 + 117
+    expected = gguf.quants.dequantize(blocks.reshape(-1, 17), Type.MXFP4).reshape(24, 64)
+    weight = decode_mxfp4(torch.from_numpy(blocks).flatten(), 64)
+    assert torch.equal(weight.dequantize(), torch.from_numpy(expected))
+    source = GgufSource(write(tmp_path / "m.gguf", {"experts": (blocks.reshape(3, 8, 34), Type.MXFP4)}))
+    read = source.read("experts")
+    assert isinstance(read, Fp4Weight)
+    assert (read.shape, source.shape("experts")) == ((24, 64), (3, 8, 64))
+    assert read.nbytes == source.nbytes("experts")
+    assert torch.equal(read.dequantize(), torch.from_numpy(expected))
 
 
 def test_int4_types_of_other_dimensions(tmp_path: Path) -> None:

@@ -75,7 +75,7 @@ def _rows(
         h = torch.arange(heads, device=device)[:, None, None]
         q_idx = torch.tensor(list(tile.positions[rows]), device=device)[None, :, None]
         kv_idx = torch.arange(tile.start, tile.stop, device=device)[None, None, :]
-        s_HQL = score(s_HQL, torch.tensor(index, device=device), h, q_idx, kv_idx)
+        s_HQL = score(s_HQL, torch.tensor(index, device=device), h, q_idx, kv_idx).float()
     if tile.visible_QL is not None:
         s_HQL = s_HQL.masked_fill(~tile.visible_QL[None, rows], float("-inf"))
     lse_HQ = torch.logsumexp(s_HQL, dim=-1) if keys else s_HQL.new_full((heads, queries), float("-inf"))
