@@ -96,6 +96,7 @@ def _tile(
     q_idx = torch.tensor(list(positions), device=device)[:, None]
     kv_idx = torch.arange(start, stop, device=device)[None, :]
     visible = mask(torch.tensor(index, device=device), torch.tensor(0, device=device), q_idx, kv_idx)
+    visible = visible.expand(len(positions), stop - start)  # a mask need not look at both indices
     triangle = list(positions) == list(range(stop)) and all(
         span == (0, q + 1, True) for q, span in zip(positions, spans, strict=True)
     )

@@ -18,7 +18,7 @@ from flexdecode.attention.attend import Backend, attend
 from flexdecode.attention.backends.reference import Reference
 from flexdecode.attention.backends.sdpa import Sdpa
 from flexdecode.attention.cache import CacheLayer, KVCache
-from flexdecode.attention.masks import Mask, Span, causal, chunked, window
+from flexdecode.attention.masks import UNBOUNDED, Mask, Span, causal, chunked, window
 from flexdecode.attention.pages import GIVEN_BACK
 from flexdecode.attention.plan import plan_attention
 from flexdecode.attention.scores import ScoreMod
@@ -63,11 +63,28 @@ class Stripes(Mask):
         return 0
 
 
+@dataclass(frozen=True)
+class Keys(Mask):
+    """Keys from `first` on, to every query: the mask_mod does not look at q_idx and returns a single row."""
+
+    first: int
+
+    def __call__(self, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        return kv_idx >= self.first
+
+    def span(self, q: int) -> Span:
+        return Span(0, UNBOUNDED, False)
+
+    def horizon(self, q: int) -> int:
+        return 0
+
+
 MASKS: dict[str, Mask] = {
     "causal": causal(),
     "window5": causal() & window(5),
     "window70": causal() & window(70),
     "chunked16": causal() & chunked(16),
+    "keys": Keys(3),
     "all": window(100_000),  # no causality: every query sees every key
 }
 
@@ -194,8 +211,9 @@ def filled(
 
 
 def queries(q_lens: Sequence[int], heads: int, dim: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Packed random queries [T, H, D], the same every time."""
-    return torch.randn(sum(q_lens), heads, dim, generator=torch.Generator().manual_seed(7)).to(dtype)
+    """Packed random queries [T, H, D], the same every time; a slice of a packed q, k and v, as the decoder has it."""
+    generator = torch.Generator().manual_seed(7)
+    return torch.randn(sum(q_lens), heads + 3, dim, generator=generator).to(dtype)[:, :heads]
 
 
 def run(f: Filled, q_THD: Tensor, q_lens: Sequence[int], mask: Mask, backend: Backend, **options: Any) -> Tensor:

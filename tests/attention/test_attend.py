@@ -38,8 +38,6 @@ from tests.grids import by_name, pairwise
 
 LENGTHS = (1, 63, 64, 65, 127, 128, 129, 257)
 every_backend = pytest.mark.parametrize("backend", BACKENDS, ids=by_name)
-
-
 GRID = pairwise(
     length=LENGTHS,
     head_dim=(31, 64, 72, 80, 96, 128, 256),
@@ -120,7 +118,7 @@ def test_a_ragged_batch_is_its_sequences_one_by_one(data: st.DataObject) -> None
 
 
 @every_backend
-@pytest.mark.parametrize("name", [name for name in MASKS if name != "all"])
+@pytest.mark.parametrize("name", ["causal", "window5", "window70", "chunked16"])
 def test_a_decode_row_is_the_prefills(backend: Backend, name: str) -> None:
     """The first fault everybody meets: a causal mask at q_len 1 that thinks the query stands at position 0."""
     mask = MASKS[name]

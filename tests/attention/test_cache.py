@@ -326,6 +326,34 @@ def test_nothing_appended_to_a_twin_takes_no_page() -> None:
     assert state(cache) == before
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int8])
+def test_a_copied_page_is_copied_whole_and_in_its_own_layers_only(dtype: torch.dtype) -> None:
+    """Groups number their pages apart: page 3 of one group is another sequence's in the other."""
+    layers = [CacheLayer(1, 1, causal()), CacheLayer(1, 1, causal() & window(2))]
+    cache = KVCache(layers, 64, page=4, dtype=dtype)
+
+    def put(sequence: int, counts: list[int], value: float) -> None:
+        for count in counts:
+            slots = cache.append([sequence], [count])
+            for layer in range(2):
+                x = torch.full((count, 1, 1), value)
+                cache.write(layer, slots, x, x)
+
+    a, b, c = cache.new(), cache.new(), cache.new()
+    for sequence, counts, value in ((a, [1] * 10, 1.0), (b, [8], 2.0), (c, [4], 3.0)):
+        put(sequence, counts, value)
+    cache.free(b)
+    twin = cache.fork(a)
+    put(twin, [1], 4.0)
+    assert [group.table(twin)[-1] for group in cache.groups] == [3, 1]  # copies of pages 2 and 0
+    assert cache.groups[1].table(c) == [3]
+    for layer in range(2):
+        for sequence, start, wanted in ((c, 0, [3.0] * 4), (a, 9, [1.0]), (twin, 9, [1.0, 4.0])):
+            run = cache.locate(layer, sequence, start, start + len(wanted))
+            for got in cache.read(layer, run, torch.float32):
+                torch.testing.assert_close(got.flatten(), torch.tensor(wanted))
+
+
 def test_counts_below_zero_and_twice_the_same_sequence_are_refused() -> None:
     cache = KVCache([CacheLayer(1, 1, causal())], 16, page=4)
     a = cache.new()

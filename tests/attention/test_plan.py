@@ -14,7 +14,7 @@ from torch import Tensor
 from flexdecode.attention.cache import CacheLayer, KVCache
 from flexdecode.attention.masks import Mask, causal, chunked, window
 from flexdecode.attention.plan import AttentionPlan, Tile, plan_attention
-from tests.attention.dense import Holes, Stripes, visible
+from tests.attention.dense import Holes, Keys, Stripes, visible
 
 ONE = st.one_of(
     st.just(causal()),
@@ -22,6 +22,7 @@ ONE = st.one_of(
     st.integers(1, 70).map(lambda n: causal() & chunked(n)),
     st.integers(1, 70).map(window),
     st.integers(1, 70).map(chunked),
+    st.integers(0, 70).map(Keys),
     st.integers(2, 4).map(Holes),
     st.integers(2, 4).map(lambda n: Holes(n, exact=True)),
     st.integers(2, 9).flatmap(lambda n: st.integers(0, 40).map(lambda first: Stripes(n, first))),
@@ -55,6 +56,7 @@ def check(cache: KVCache, plan: AttentionPlan, lengths: list[int], positions: li
         assert list(tile.positions) == where.tolist()
         row += tile.count
         assert 0 <= tile.start <= tile.stop <= length
+        assert tile.visible_QL is None or tile.visible_QL.shape == (tile.count, tile.stop - tile.start)
         assert torch.equal(shown(tile, length), visible(plan.mask, where, length))
         keys, _ = cache.read(0, tile.run, torch.float32)
         assert keys[0].tolist() == [[i, p] for p in range(tile.start, tile.stop)]

@@ -74,9 +74,10 @@ def test_product(case: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("m", [1, 64, 200])
-def test_a_large_matrix_goes_through_several_slabs(m: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("n", [2048, 2040])
+def test_a_large_matrix_goes_through_several_slabs(n: int, m: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(int4_torch, "_SLAB", 40_000)
-    w, x = int4(2048, 128, 64, fractional=True), activations(m, 128, torch.bfloat16)
+    w, x = int4(n, 128, 64, fractional=True), activations(m, 128, torch.bfloat16)
     got = linear(x, pack(*w.canonical))
     assert bool(((got.double() - exact(x, w.weight_NK)).abs() <= limit(x, w)).all())
 

@@ -221,6 +221,13 @@ def test_owned_makes_one_copy(dtype: torch.dtype, transposed: bool) -> None:
     assert operators.names == ["aten._to_copy.default"]
 
 
+def test_merging_makes_one_copy() -> None:
+    parts: list[Weight] = [torch.empty(8, 16), torch.empty(4, 16), torch.empty(4, 16)]
+    with Operators() as operators:
+        linear(parts, None, torch.float32, CPU)
+    assert operators.names == ["aten.cat.default"]
+
+
 def test_fp4_is_held_as_it_comes() -> None:
     """Its reader cuts each expert out of the whole already."""
     weight = make("fp4", 32)
