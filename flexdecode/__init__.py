@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 _HOMES = {
+    "FlexdecodeWarning": "flexdecode.config",
     "LLM": "flexdecode.llm",
     "SamplingParams": "flexdecode.generation.params",
     "KVCache": "flexdecode.attention.cache",
@@ -20,13 +21,24 @@ _HOMES = {
 }
 _MODULES = {"masks", "scores"}
 
-__all__ = ["LLM", "KVCache", "SamplingParams", "__version__", "attend", "masks", "plan_attention", "scores"]
+__all__ = [
+    "LLM",
+    "FlexdecodeWarning",
+    "KVCache",
+    "SamplingParams",
+    "__version__",
+    "attend",
+    "masks",
+    "plan_attention",
+    "scores",
+]
 
 if TYPE_CHECKING:
     from flexdecode.attention import masks, scores
     from flexdecode.attention.attend import attend
     from flexdecode.attention.cache import KVCache
     from flexdecode.attention.plan import plan_attention
+    from flexdecode.config import FlexdecodeWarning
     from flexdecode.generation.params import SamplingParams
     from flexdecode.llm import LLM
 

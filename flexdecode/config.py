@@ -13,6 +13,10 @@ RopeType = Literal["default", "linear", "dynamic", "yarn", "longrope", "llama3",
 Activation = Literal["silu", "gelu_tanh", "gelu", "relu", "clamped_swiglu"]
 
 
+class FlexdecodeWarning(UserWarning):
+    """Something that a user should know and that is no error."""
+
+
 @dataclass(frozen=True)
 class RopeConfig:
     """Rotary position embedding (Su et al., 2021) and its scalings, rotating split halves.

@@ -64,7 +64,7 @@ def describe_decoder(model: Decoder) -> dict[str, Any]:
     """What loading has decided: types, how weights are held, which backend serves which layers."""
     held: Counter[str] = Counter()
     _count(model, held)
-    backends = [(attention_kind(layer.attention.config), layer.attention.backend.name) for layer in model.layers]
+    backends = [(attention_kind(layer.attention.config), str(layer.attention.backends)) for layer in model.layers]
     return {
         "dtype": str(model.dtype).removeprefix("torch."),
         "kv_dtype": str(model.kv_dtype).removeprefix("torch."),

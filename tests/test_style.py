@@ -20,10 +20,12 @@ PROSE = [ROOT / "README.md", ROOT / "Makefile", ROOT / "pyproject.toml", *sorted
 ROOM_OF_FOLDER = {"test_checkpoints": "checkpoints"}
 # Tests of a topic that lies across files: the whole, or a promise about all of a room.
 TOPICS = {
+    "attention/test_choose.py": "which backend serves",
     "cli/test_demo.py": "the whole way, with a real model",
     "cli/test_flags.py": "the command line's surface, frozen",
     "families/test_parity.py": "every family against transformers",
     "families/test_shapes.py": "every random shape fits its family",
+    "kernels/test_attend_few.py": "a kernel on every instruction set",
     "llm/test_ends.py": "why an answer ends, through LLM",
     "llm/test_life.py": "what requests leave behind, through LLM",
     "llm/test_numbers.py": "logits that are none, through LLM",

@@ -5,16 +5,18 @@ Backends are chosen once, at start-up, for what a model's layers need; nothing f
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, replace
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
 
-from flexdecode.attention.backends import reference, sdpa
+from flexdecode.attention.backends import cpu, reference, sdpa
 from flexdecode.attention.cache import KVCache
 from flexdecode.attention.plan import AttentionPlan
 from flexdecode.attention.scores import ScoreMod
+
+Phase = Literal["few", "many"]  # queries of a sequence: reading keys is the work, or multiplying is
 
 
 @dataclass(frozen=True)
@@ -30,6 +32,7 @@ class Request:
     score: ScoreMod | None = None
     sinks: bool = False
     return_lse: bool = False
+    phase: Phase = "many"
 
 
 class Backend(Protocol):
@@ -52,8 +55,36 @@ class Backend(Protocol):
     ) -> tuple[Tensor, Tensor | None]: ...
 
 
-# In the order of preference.
-BACKENDS: tuple[Backend, ...] = (sdpa.Sdpa(), reference.Reference())
+# In the order of preference for few queries: our CPU kernel reads keys at the speed of memory.
+BACKENDS: tuple[Backend, ...] = (cpu.Cpu(), sdpa.Sdpa(), reference.Reference())
+_FIRST_FOR_MANY = sdpa.Sdpa.name  # torch's kernel multiplies many queries faster
+
+
+def _preferred(phase: Phase) -> list[Backend]:
+    return sorted(BACKENDS, key=lambda backend: phase == "many" and backend.name != _FIRST_FOR_MANY)
+
+
+@dataclass(frozen=True)
+class Backends:
+    """What serves a layer, by phase."""
+
+    few: Backend
+    many: Backend
+
+    def __str__(self) -> str:
+        if self.few is self.many:
+            return self.few.name
+        return f"{self.few.name} (few queries), {self.many.name} (many)"
+
+
+def missing_kernels(request: Request) -> str | None:
+    """Why the kernels made for a CPU do not serve a CPU's request, or None."""
+    return BACKENDS[0].unsupported(request) if request.device == "cpu" else None
+
+
+def choose_phases(request: Request, wanted: str = "auto") -> Backends:
+    """`choose` for both phases of a layer."""
+    return Backends(choose(replace(request, phase="few"), wanted), choose(replace(request, phase="many"), wanted))
 
 
 def choose(request: Request, wanted: str = "auto") -> Backend:
@@ -65,7 +96,7 @@ def choose(request: Request, wanted: str = "auto") -> Backend:
     if wanted != "auto" and wanted not in names:
         raise ValueError(f"attention backend {wanted!r} is not known (known: auto, {', '.join(names)})")
     reasons = {}
-    for backend in BACKENDS:
+    for backend in _preferred(request.phase):
         if wanted not in ("auto", backend.name):
             continue
         reason = backend.unsupported(request)
@@ -117,6 +148,7 @@ def attend(
         score,
         sinks is not None,
         return_lse,
+        "few" if plan.few else "many",
     )
     if backend is None:
         backend = choose(request)

@@ -173,6 +173,11 @@ class KVCache:
         """Keys [C, L, D] and values of one layer at slots given by `locate`, in `dtype`."""
         return self._k[layer].read(run, dtype), self._v[layer].read(run, dtype)
 
+    def storage(self, layer: int) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
+        """A layer's keys [C, S, D] and their scales [C, S], values and theirs, as they lie; scales only for int8."""
+        k, v = self._k[layer], self._v[layer]
+        return k.data_CSD, k.scale_CS, v.data_CSD, v.scale_CS
+
     def fork(self, sequence: int) -> int:
         """A new sequence with the same tokens. Pages are shared until one of the two writes."""
         twin = self.new()

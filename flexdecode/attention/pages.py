@@ -91,6 +91,10 @@ class PageGroup:
         slots = (torch.tensor(pages)[:, None] * page + torch.arange(page)).flatten()
         return slots[start - first * page : stop - first * page]
 
+    def pages_between(self, sequence: int, start: int, stop: int) -> list[int]:
+        """Page numbers from the page of position `start` to that of `stop` - 1."""
+        return self._tables[sequence][start // self.page : -(-stop // self.page)] if stop > start else []
+
     def fork(self, sequence: int, twin: int) -> None:
         self._tables[twin] = list(self._tables[sequence])
         for number in self._tables[twin]:

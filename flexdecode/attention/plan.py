@@ -7,20 +7,22 @@ Q queries of one sequence, L keys that any of them sees.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from flexdecode.attention.cache import KVCache
 from flexdecode.attention.masks import Mask
+from flexdecode.kernels.ops import FEW_QUERIES
 
 
 @dataclass(frozen=True)
 class Tile:
     """One sequence's queries: rows [row, row + count) of the packed q, against keys [start, stop).
 
-    `positions` are the queries' own, `run` holds the keys' slots. `visible_QL` is the exact mask, None where all is
+    `positions` are the queries' own; `pages` are the page numbers from the page of `start` on, and `run` holds the
+    keys' slots. `visible_QL` is the exact mask, None where all is
     visible; `causal` says that the mask is the plain lower triangle of a square, for backends that have a path of
     their own for it.
     """
@@ -29,6 +31,7 @@ class Tile:
     positions: Sequence[int]
     start: int
     stop: int
+    pages: Sequence[int]
     run: slice | Tensor
     visible_QL: Tensor | None
     causal: bool = False
@@ -46,6 +49,13 @@ class AttentionPlan:
     group: int
     tiles: tuple[Tile, ...]
     rows: int
+    # What a backend has derived from the plan, for the other layers of the step.
+    memo: dict[str, object] = field(default_factory=dict, compare=False, repr=False)
+
+    @property
+    def few(self) -> bool:
+        """Whether reading keys is the work (decoding, verifying), and not multiplying (prefill)."""
+        return all(tile.count <= FEW_QUERIES for tile in self.tiles)
 
     @property
     def visible_keys(self) -> int:
@@ -90,8 +100,9 @@ def _tile(
     start = min(length, min(span.start for span in spans))
     stop = max(start, min(length, max(span.stop for span in spans)))
     run = cache.locate(group, sequence, start, stop)
+    pages = cache.groups[group].pages_between(sequence, start, stop)
     if all(span.full and span.start <= start and span.stop >= stop for span in spans):
-        return Tile(row, positions, start, stop, run, None)
+        return Tile(row, positions, start, stop, pages, run, None)
     device = cache.device
     q_idx = torch.tensor(list(positions), device=device)[:, None]
     kv_idx = torch.arange(start, stop, device=device)[None, :]
@@ -100,4 +111,4 @@ def _tile(
     triangle = list(positions) == list(range(stop)) and all(
         span == (0, q + 1, True) for q, span in zip(positions, spans, strict=True)
     )
-    return Tile(row, positions, start, stop, run, visible, triangle)
+    return Tile(row, positions, start, stop, pages, run, visible, triangle)

@@ -17,7 +17,7 @@ NAME = "env"
 HELP = "Show versions, processor, memory, devices and compiler."
 
 # Variables of others that change what flexdecode does.
-VARIABLES = ("HF_HOME", "HF_HUB_OFFLINE", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "CXX")
+VARIABLES = ("HF_HOME", "HF_HUB_OFFLINE", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "CUDA_VISIBLE_DEVICES")
 
 
 @verb
@@ -42,12 +42,12 @@ def gather() -> dict[str, Any]:
         "executable": sys.executable,
         "platform": platform.platform(),
         "cuda": f"{len(devices)} device{'' if len(devices) == 1 else 's'}" if devices else "no device",
-        "kernels": "torch's operators; flexdecode has no compiled kernels of its own yet",
         "versions": machine.versions(),
         "cpu": machine.cpu(),
         "memory": machine.memory(),
         "torch": machine.torch_state(),
         "compiler": machine.compiler(),
+        "kernels": machine.kernels(),
         "cuda_devices": devices,
         "demo_model": machine.demo_model(),
         "variables": variables,

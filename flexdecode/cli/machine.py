@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import platform
-import shlex
 import shutil
 import subprocess
 from importlib import metadata
@@ -100,14 +99,8 @@ def memory() -> dict[str, int | None]:
 
 
 def compiler() -> dict[str, str | None]:
-    """The C++ compiler: $CXX if it is set, else the first of g++, c++ and clang++ on the path."""
-    chosen = os.environ.get("CXX")
-    try:
-        command = shlex.split(chosen) if chosen else []
-    except ValueError:
-        command = []
-    candidates = [command[0]] if command else ["g++", "c++", "clang++"]
-    path = next((found for name in candidates if (found := shutil.which(name))), None)
+    """The C++ compiler that the kernels are built with: the first of g++, c++ and clang++ on the path."""
+    path = next((found for name in ("g++", "c++", "clang++") if (found := shutil.which(name))), None)
     if path is None:
         return {"path": None, "version": None}
     try:
@@ -116,6 +109,20 @@ def compiler() -> dict[str, str | None]:
         return {"path": path, "version": None}
     lines = told.stdout.splitlines()
     return {"path": path, "version": lines[0] if lines else None}
+
+
+def kernels() -> dict[str, Any]:
+    """The CPU kernels: which instruction sets run here, or why there are none. Imports torch; builds nothing."""
+    try:
+        from flexdecode.kernels import build, ops
+    except ImportError as error:
+        return {"state": "torch cannot be imported", "reason": str(error)}
+    try:
+        if build.find(build.default_cache()) is None:
+            return {"state": "not compiled yet; the first use compiles them"}
+        return {"state": "compiled", "in_use": ops.use_isa(), "runnable": ops.isas()}
+    except build.KernelsUnavailableError as error:
+        return {"state": "unavailable", "reason": str(error)}
 
 
 def demo_model() -> dict[str, Any]:

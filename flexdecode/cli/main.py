@@ -14,7 +14,7 @@ import typer
 
 from flexdecode import __version__
 from flexdecode.cli import bench, chat, env, generate, inspect, pull
-from flexdecode.cli.text import note, tolerate_encodings
+from flexdecode.cli.text import note, speak_plainly, tolerate_encodings
 from flexdecode.cli.verb import Debug, Session
 
 app = typer.Typer(
@@ -46,6 +46,7 @@ def _program(
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the program with `argv` (sys.argv without its first by default) and gives back its exit code."""
     tolerate_encodings()
+    speak_plainly()
     session = Session()
     try:
         code = _run(argv, session)

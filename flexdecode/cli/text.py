@@ -7,10 +7,15 @@ from __future__ import annotations
 
 import contextlib
 import io
+import logging
 import sys
+import warnings
 from pathlib import Path
+from typing import TextIO
 
 import typer
+
+from flexdecode.config import FlexdecodeWarning
 
 
 def note(message: str) -> None:
@@ -28,6 +33,35 @@ def tolerate_encodings() -> None:
         if isinstance(stream, io.TextIOWrapper):
             with contextlib.suppress(ValueError, OSError):
                 stream.reconfigure(errors="replace")
+
+
+def speak_plainly() -> None:
+    """Our own warnings and news (a kernel that is being compiled) as one line each on stderr; others' as they are."""
+    theirs = warnings.showwarning
+
+    def show(
+        message: Warning | str,
+        category: type[Warning],
+        filename: str,
+        lineno: int,
+        file: TextIO | None = None,
+        line: str | None = None,
+    ) -> None:
+        if category is FlexdecodeWarning:
+            warn(str(message))
+        else:
+            theirs(message, category, filename, lineno, file, line)
+
+    warnings.showwarning = show
+    news = logging.getLogger("flexdecode")
+    if not news.handlers:
+        news.addHandler(_Notes())
+        news.setLevel(logging.INFO)
+
+
+class _Notes(logging.Handler):
+    def emit(self, record: logging.LogRecord) -> None:
+        note(f"flexdecode: {record.getMessage()}")
 
 
 def decode(data: bytes, origin: str) -> str:

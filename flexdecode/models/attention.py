@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from flexdecode.attention.attend import Backend, attend
+from flexdecode.attention.attend import Backends, attend
 from flexdecode.attention.cache import KVCache, Slots
 from flexdecode.attention.plan import AttentionPlan
 from flexdecode.attention.scores import ScoreMod
@@ -41,12 +41,12 @@ class Attention(nn.Module):
         k_norm: RMSNorm | None,
         sinks_H: Tensor | None,
         score: ScoreMod | None,
-        backend: Backend,
+        backends: Backends,
     ) -> None:
         super().__init__()
         self.config, self.index, self.rope = config, index, rope
         self.qkv, self.out, self.q_norm, self.k_norm = qkv, out, q_norm, k_norm
-        self.sinks_H, self.score, self.backend = sinks_H, score, backend
+        self.sinks_H, self.score, self.backends = sinks_H, score, backends
 
     def forward(self, x_TD: Tensor, step: Step) -> Tensor:
         c = self.config
@@ -69,15 +69,16 @@ class Attention(nn.Module):
                 qk = rotate(qk, *step.tables[self.rope])
             q, k = qk[:, : c.heads], qk[:, c.heads :]
         step.cache.write(self.index, step.slots, k, v_TCD)
+        plan = step.plans[step.cache.group_of[self.index]]
         o_THD = attend(
             q,
             step.cache,
             self.index,
-            step.plans[step.cache.group_of[self.index]],
+            plan,
             score=self.score,
             sinks=self.sinks_H,
             scale=c.scale,
-            backend=self.backend,
+            backend=self.backends.few if plan.few else self.backends.many,
         )
         assert isinstance(o_THD, Tensor)
         result: Tensor = self.out(o_THD.reshape(tokens, -1))

@@ -5,6 +5,7 @@ Shape letters: T packed tokens of a step, D hidden_size, V vocab_size, R rows wh
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from typing import cast
 
@@ -13,10 +14,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from flexdecode.attention import masks, scores
-from flexdecode.attention.attend import Backend, Request, choose
+from flexdecode.attention.attend import Backends, Request, choose_phases, missing_kernels
 from flexdecode.attention.cache import CacheLayer, KVCache, Slots
 from flexdecode.attention.plan import plan_attention
-from flexdecode.config import AttentionConfig, LayerConfig, MlpConfig, ModelConfig
+from flexdecode.config import AttentionConfig, FlexdecodeWarning, LayerConfig, MlpConfig, ModelConfig
 from flexdecode.models.attention import Attention, Step
 from flexdecode.models.linear import Linear, linear
 from flexdecode.models.load import WeightLoader
@@ -59,7 +60,14 @@ class Decoder(nn.Module):
         self.config, self.dtype, self.device = config, loader.dtype, loader.device
         self.kv_dtype = kv_dtype or loader.dtype
         # Refuse what no backend serves before the first weight is read.
-        backends = [choose(self._request(layer.attention), attention) for layer in config.layers]
+        requests = [self._request(layer.attention) for layer in config.layers]
+        backends = [choose_phases(request, attention) for request in requests]
+        if attention == "auto" and (reason := missing_kernels(requests[0])) is not None:
+            warnings.warn(
+                f"attention runs on {backends[0]}, many times slower over a long context: {reason}",
+                FlexdecodeWarning,
+                stacklevel=3,
+            )
         ropes = list(dict.fromkeys(x.attention.rope for x in config.layers if x.attention.rope is not None))
         self.ropes = tuple(Rope(rope, self.device) for rope in ropes)
         self.embed: Weight = loader.matrix("embed")
@@ -79,7 +87,7 @@ class Decoder(nn.Module):
         score = scores.softcap(a.softcap) if a.softcap else None
         return Request(a.heads, a.kv_heads, a.head_dim, self.dtype, self.kv_dtype, self.device.type, score, a.sinks)
 
-    def _layer(self, i: int, config: LayerConfig, loader: WeightLoader, backend: Backend, rope: int | None) -> Layer:
+    def _layer(self, i: int, config: LayerConfig, loader: WeightLoader, backend: Backends, rope: int | None) -> Layer:
         at, eps, ff = f"layers.{i}.", self.config.norm_eps, config.feed_forward
         attention = Attention(
             config.attention,

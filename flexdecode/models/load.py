@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from flexdecode.checkpoints.source import Source
-from flexdecode.config import ModelConfig
+from flexdecode.config import FlexdecodeWarning, ModelConfig
 from flexdecode.families.names import Names
 from flexdecode.families.rules import Part, Rule, check, file_names, rules
 from flexdecode.models.linear import Linear, linear, owned
@@ -151,6 +151,7 @@ class WeightLoader:
         warnings.warn(
             f"{self._source.path}: the config ties the head to the embedding, but the file holds a different "
             f"{self._names.head}.weight, which is used",
+            FlexdecodeWarning,
             stacklevel=2,
         )
         return False

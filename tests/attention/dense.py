@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from flexdecode.attention.attend import Backend, attend
+from flexdecode.attention.backends.cpu import Cpu
 from flexdecode.attention.backends.reference import Reference
 from flexdecode.attention.backends.sdpa import Sdpa
 from flexdecode.attention.cache import CacheLayer, KVCache
@@ -23,7 +24,7 @@ from flexdecode.attention.pages import GIVEN_BACK
 from flexdecode.attention.plan import plan_attention
 from flexdecode.attention.scores import ScoreMod
 
-BACKENDS: tuple[Backend, ...] = (Reference(), Sdpa())
+BACKENDS: tuple[Backend, ...] = (Reference(), Sdpa(), Cpu())
 ROUNDOFF = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 
 

@@ -41,19 +41,26 @@ def test_absent_packages_have_no_version(monkeypatch: pytest.MonkeyPatch) -> Non
     assert found["no-such-package-of-ours"] is None
 
 
-def test_the_compiler_is_the_one_that_cxx_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    fake = tmp_path / "my-c++"
+def test_the_compiler_is_the_first_on_the_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert machine.compiler() == {"path": None, "version": None}
+    fake = tmp_path / "c++"
     fake.write_text("#!/bin/sh\necho 'my-c++ 1.2.3'\necho more\n")
     fake.chmod(0o755)
-    monkeypatch.setenv("CXX", f"{fake} -march=native")
     assert machine.compiler() == {"path": str(fake), "version": "my-c++ 1.2.3"}
 
 
-@pytest.mark.parametrize("cxx", ["no-such-compiler", "'unbalanced"])
-def test_a_compiler_that_is_not_there_is_none_or_another(cxx: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CXX", cxx)
-    monkeypatch.setenv("PATH", "")
-    assert machine.compiler() == {"path": None, "version": None}
+def test_kernels_say_what_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    from flexdecode.kernels import build, ops
+
+    ops.use_isa()
+    assert machine.kernels() == {"state": "compiled", "in_use": ops.use_isa(), "runnable": ops.isas()}
+    monkeypatch.setattr(build, "find", lambda folder: None)
+    assert "not compiled yet" in machine.kernels()["state"]
+    monkeypatch.setattr(build, "compiler", lambda: None)
+    monkeypatch.undo()
+    monkeypatch.setattr(build, "compiler", lambda: None)
+    assert "no C++ compiler" in machine.kernels()["reason"]
 
 
 def test_a_demo_model_that_is_absent_comes_with_its_remedy(monkeypatch: pytest.MonkeyPatch) -> None:

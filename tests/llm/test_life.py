@@ -156,7 +156,7 @@ def test_describe_tells_what_was_chosen(tmp_path: Path) -> None:
     tiny(tmp_path, "gemma2")
     report = load(tmp_path).describe()
     assert report["family"] == "gemma2"
-    assert set(report["attention_backends"].values()) == {"reference"}
+    assert set(report["attention_backends"].values()) == {"cpu"}
     assert report["max_context"] == 256
     edit_config(tmp_path, attn_logit_softcapping=None)
-    assert set(load(tmp_path).describe()["attention_backends"].values()) == {"sdpa"}
+    assert set(load(tmp_path).describe()["attention_backends"].values()) == {"cpu (few queries), sdpa (many)"}
