@@ -7,8 +7,6 @@ machine.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
@@ -16,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flexdecode.benchmark.bandwidth import Reader, interleaved, ratio
 from flexdecode.generation.params import SamplingParams
 from flexdecode.llm import LLM
 from flexdecode.models.linear import Linear
@@ -57,7 +56,7 @@ def measure(llm: LLM, context: int, repetitions: int) -> dict[str, Any]:
         "step_ms_max": max(times.steps) * 1e3,
         "products_ms": alone,
         "tokens_per_second": 1e3 / step,
-        "fraction_of_products_alone": median(p / s for p, s in zip(times.products, times.steps, strict=True)),
+        "fraction_of_products_alone": ratio(times.products, times.steps),
         "product_bytes": weights,
         "products_gb_per_s": weights / alone / 1e6,
         "read_gb_per_s": weights / read / 1e6,
@@ -88,31 +87,14 @@ def _interleave(llm: LLM, context: int, repetitions: int, modules: list[Linear])
     prompt = torch.randint(0, llm.config.vocab_size, (context,), generator=generator).tolist()
     params = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=repetitions + 3).resolve({})
     request = llm.engine.add(prompt, params)
-    buffer = torch.zeros(sum(m.nbytes for m in modules) // 8, dtype=torch.int64)
+    reader = Reader(sum(m.nbytes for m in modules))
 
     def products() -> None:
         for module, x in zip(modules, inputs, strict=True):
             module(x)
 
-    def read() -> None:
-        buffer.sum()
-
-    while len(request.output_ids) < 2:  # the prefill, and one step to warm up
+    while not request.output_ids:  # the prefill
         llm.engine.step()
-    products()
-    read()
-    times = StepTimes([], [], [])
-    for _ in range(repetitions):
-        times.steps.append(_seconds(llm.engine.step))
-        times.products.append(_seconds(products))
-        times.reads.append(_seconds(read))
+    steps, alone, reads = interleaved(repetitions, llm.engine.step, products, reader)
     llm.engine.abort(request)
-    return times
-
-
-def _seconds(work: Callable[[], object]) -> float:
-    start = time.perf_counter()
-    work()
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-    return time.perf_counter() - start
+    return StepTimes(steps, alone, reads)

@@ -46,6 +46,7 @@ VERBS = {
     "inspect": {"--context", "--measure", "--revision", "--offline", "--ignore-config"},
     "env": set(),
     "pull": {"--revision", "--offline"},
+    "bench kernels": {"--lengths", "--head-dims", "--groups", "--repetitions", "--threads"},
     "bench step": ENGINE | {"--context", "--repetitions"},
 }
 

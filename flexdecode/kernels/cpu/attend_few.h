@@ -193,13 +193,14 @@ void blocks(const AttendArgs& a, const Piece& piece, Scratch& x) {
     next.v[n] = next.v[n - 1];
     for (int64_t step = 0; step < kBlock; step += kStep) {
       for (int64_t j = step; j < std::min(n, step + kStep); j += kKeys) {
-        for (int i = 0; i < kKeys; ++i) fetch_ahead(k[j + i], a.head_dim);
+        if (!dot)
+          for (int i = 0; i < kKeys; ++i) fetch_row_ahead(k[j + i], a.head_dim);
         for (int64_t r = 0; r < x.rows4; r += kRows) {
           float out[kRows * kKeys];
 #if FLEX_DOT_BF16
           if constexpr (dot) {
             vf acc[16];
-            dots4x4(x.q16 + r * x.d, x.d, k + j, a.head_dim, acc);
+            dots4x4(x.q16 + r * x.d, x.d, k + j, a.head_dim, acc, r == 0);
             sums16(acc, out);
           } else
 #endif

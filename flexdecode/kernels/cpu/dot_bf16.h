@@ -19,13 +19,16 @@ FLEX_INLINE __m512bh load_pairs(const bf16* p, __mmask32 mask) {
 }
 
 // Scores of four rows and four keys, as scores4x4; q is bf16 here.
-FLEX_INLINE void dots4x4(const bf16* q, int64_t q_stride, const bf16* const* k, int64_t dim, vf* acc) {
+FLEX_INLINE void dots4x4(const bf16* q, int64_t q_stride, const bf16* const* k, int64_t dim, vf* acc, bool ahead) {
   __m512 sum[16] = {};
   for (int64_t i = 0; i < dim; i += 32) {
     const __mmask32 mask = dim - i >= 32 ? ~__mmask32{0} : (__mmask32{1} << (dim - i)) - 1;
     __m512bh key[4];
 #pragma GCC unroll 4
-    for (int j = 0; j < 4; ++j) key[j] = load_pairs(k[j] + i, mask);
+    for (int j = 0; j < 4; ++j) {
+      key[j] = load_pairs(k[j] + i, mask);
+      if (ahead) fetch_ahead(k[j] + i);
+    }
 #pragma GCC unroll 4
     for (int r = 0; r < 4; ++r) {
       const __m512bh query = (__m512bh)_mm512_loadu_si512(q + r * q_stride + i);
@@ -52,7 +55,10 @@ FLEX_INLINE void weighted4_dot(float* acc, int64_t dv, const bf16* p, const bf16
       for (int c = 0; c < 4; ++c)
         sum[r][c] = c < 2 || wide ? _mm512_loadu_ps(acc + r * dv + i + 16 * c) : _mm512_setzero_ps();
     for (int64_t j = 0; j < n; j += 2) {
-      if (i == 0 && ahead) fetch_ahead(v[j], dim), fetch_ahead(v[j + 1], dim);
+      if (ahead) {
+        fetch_ahead(v[j] + i), fetch_ahead(v[j] + i + 32);
+        fetch_ahead(v[j + 1] + i), fetch_ahead(v[j + 1] + i + 32);
+      }
       const __m512i a0 = _mm512_maskz_loadu_epi16(first, v[j] + i), b0 = _mm512_maskz_loadu_epi16(first, v[j + 1] + i);
       const __m512i a1 = _mm512_maskz_loadu_epi16(second, v[j] + i + 32), b1 = _mm512_maskz_loadu_epi16(second, v[j + 1] + i + 32);
       const __m512bh pairs[4] = {(__m512bh)_mm512_unpacklo_epi16(a0, b0), (__m512bh)_mm512_unpackhi_epi16(a0, b0),

@@ -74,7 +74,7 @@ FLEX_INLINE void weighted4(float* acc, int64_t dv, const float* p, const T* cons
       for (int c = 0; c < kColumns; ++c) sum[r][c] = load(acc + r * dv + i + c * W);
     for (int64_t j = 0; j < n; ++j) {
       const T* row = v[j] + i;
-      if (i == 0 && ahead) fetch_ahead(v[j], dim);
+      if (i == 0 && ahead) fetch_row_ahead(v[j], dim);
       vf value[kColumns];
       for (int c = 0; c < kColumns; ++c) value[c] = load(row + c * W);
       for (int r = 0; r < kRows; ++r) {
