@@ -106,7 +106,7 @@ def kinds(each: list[str]) -> list[str]:
 
 def _part_of(target: str) -> str:
     if not target.startswith("layers."):
-        return {"embed": "embedding"}.get(target, target)
+        return {"embed": "embedding", "norm": "norms"}.get(target, target)
     name = target.split(".", 2)[2]
     if name in ("qkv", "out", "sinks"):
         return "attention"

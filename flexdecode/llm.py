@@ -150,7 +150,9 @@ class LLM:
         if not isinstance(prompt, str):
             return prompt
         if self.tokenizer is None:
-            raise ValueError(f"{self.source.path}: there is no tokenizer; give the prompt as token ids")
+            raise ValueError(
+                f"{self.source.path}: there is no tokenizer; LLM.generate takes token ids, and `flexdecode bench` measures"
+            )
         return self.tokenizer.encode(prompt)
 
     def _chat_ids(self, messages: Sequence[Message]) -> Sequence[int]:

@@ -72,11 +72,11 @@ FLEX_INLINE void narrow(float x, bf16* out) {  // to nearest, ties to even; NaN 
   out->bits = static_cast<uint16_t>((bits + 0x7fffu + ((bits >> 16) & 1)) >> 16);
 }
 FLEX_INLINE void narrow(float x, fp16* out) {
-#if defined(__FLT16_MAX__)
-  const _Float16 h = static_cast<_Float16>(x);
-  std::memcpy(&out->bits, &h, 2);
-#elif defined(__ARM_FP16_FORMAT_IEEE)
+#if defined(__ARM_FP16_FORMAT_IEEE)
   const __fp16 h = static_cast<__fp16>(x);
+  std::memcpy(&out->bits, &h, 2);
+#elif defined(__FLT16_MAX__)
+  const _Float16 h = static_cast<_Float16>(x);
   std::memcpy(&out->bits, &h, 2);
 #else
 #error "this compiler has no 16-bit float type"
