@@ -150,8 +150,9 @@ class LLM:
         if not isinstance(prompt, str):
             return prompt
         if self.tokenizer is None:
+            where = self.source.path
             raise ValueError(
-                f"{self.source.path}: there is no tokenizer; LLM.generate takes token ids, and `flexdecode bench` measures"
+                f"{where}: there is no tokenizer; give token ids to LLM.generate, or use `flexdecode bench`"
             )
         return self.tokenizer.encode(prompt)
 
