@@ -152,8 +152,9 @@ def attend_few(
     q_THD [tokens, heads, head_dim]; k_CSD and v_CSD [kv_heads, slots, dim] in fp32, bf16, fp16, or int8 with scales
     fp32 [kv_heads, slots]. tiles int64 [sequences, 6]: first row, rows, first key, last key + 1, offset into `table`,
     offset into `bits` or -1. table int32: page numbers from the page of the first key on. bits int64: for each row and
-    block of 64 positions (aligned to 64) which keys it sees. softcap 0 is none; sinks_H fp32. split > 0 cuts every
-    sequence at multiples of so many blocks, so that a result depends on nothing else in the call. Returns out
+    block of 64 positions (aligned to 64) which keys it sees. softcap 0 is none; sinks_H fp32. A sequence is cut into
+    pieces of `split` blocks (0: by its own length), so its result has the same bits whatever else is in the call and
+    on any number of threads. Returns out
     [tokens, heads, v_head_dim] in q's dtype, and lse fp32 [tokens, heads] (natural log) or None.
     """
     tokens, heads, head_dim = q_THD.shape

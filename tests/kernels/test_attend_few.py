@@ -185,15 +185,16 @@ def test_scores_of_any_size(isa: str) -> None:
         check(c, softcap=50.0)
 
 
-def test_a_fixed_split_gives_the_same_bits_in_any_company(isa: str) -> None:
+@pytest.mark.parametrize("split", [0, 2])
+def test_the_same_bits_in_any_company_on_any_number_of_threads(isa: str, split: int) -> None:
     beside = case([90, 700, 1000], [1, 2, 5])
     alone = beside | {"q": beside["q"][1:3], "tiles": beside["tiles"][1:2] * torch.tensor([0, 1, 1, 1, 1, 1])}
-    wanted = run(alone, split=2)
+    wanted = run(alone, split=split)
     before = torch.get_num_threads()
     try:
         for threads in (1, 2, 5):
             torch.set_num_threads(threads)
-            for got, want in zip(run(beside, split=2), wanted, strict=True):
+            for got, want in zip(run(beside, split=split), wanted, strict=True):
                 assert torch.equal(got[1:3], want)
     finally:
         torch.set_num_threads(before)

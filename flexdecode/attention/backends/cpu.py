@@ -1,7 +1,7 @@
 """Attention by kernels of our own on a CPU: every visible key and value is read once, for all heads that share it.
 
 Queries of a sequence go in tiles of a few rows, each with the pages, the key range and, where its mask has holes, the
-exact bits that it needs; the kernel cuts the whole into equal shares for the threads.
+exact bits that it needs; the kernel cuts them into pieces for the threads, by each sequence's length alone.
 """
 
 from __future__ import annotations

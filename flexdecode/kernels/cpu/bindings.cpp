@@ -51,69 +51,50 @@ int64_t block_count(const flex::Tile& t) {
   return t.stop > t.start ? (t.stop + flex::kBlock - 1) / flex::kBlock - t.start / flex::kBlock : 0;
 }
 
-// All (tile, kv head) pairs laid end to end, block by block, and cut into one run a thread: each reads as many bytes as
-// the next, and at most threads - 1 pairs are cut. With `split` > 0 every pair is cut at multiples of that many blocks
-// instead, so that a result does not depend on what else is in the call or on the threads.
-struct Work {
-  std::vector<Piece> pieces;
-  std::vector<int64_t> begin;     // of each thread's pieces, in the balanced case
-  int64_t slots = 0;
-};
+// Pieces of at most `split` blocks; with 0, an eighth of the sequence, from 4 to 16 blocks: enough pieces for the threads
+// to share, long enough for a merge to cost nothing. What a sequence is cut into depends on its own length alone, so its
+// result has the same bits in any company and on any number of threads.
+int64_t piece_blocks(int64_t blocks, int64_t split) {
+  return split > 0 ? split : std::clamp<int64_t>((blocks + 7) / 8, 4, 16);
+}
 
-Work divide(const AttendArgs& a, int64_t threads, int64_t split) {
-  Work work;
-  int64_t total = 0;
-  for (int64_t t = 0; t < a.tile_count; ++t) total += block_count(a.tiles[t]) * a.kv_heads;
-  const int64_t share = std::max<int64_t>(1, (total + threads - 1) / threads);
-  int64_t done = 0;
-  work.begin.push_back(0);
+std::vector<Piece> divide(const AttendArgs& a, int64_t split, int64_t& states) {
+  std::vector<Piece> pieces;
   for (int64_t t = 0; t < a.tile_count; ++t) {
-    const int64_t n = block_count(a.tiles[t]);
+    const int64_t n = block_count(a.tiles[t]), size = piece_blocks(n, split);
     for (int64_t h = 0; h < a.kv_heads; ++h) {
       int64_t at = 0;
       do {
-        int64_t stop = split > 0 ? std::min(n, at + split) : std::min(n, at + share - done % share);
-        work.pieces.push_back({t, h, at, stop, stop - at == n ? -1 : work.slots++});
-        done += stop - at;
+        const int64_t stop = std::min(n, at + size);
+        pieces.push_back({t, h, at, stop, stop - at == n ? -1 : states++});
         at = stop;
-        if (split <= 0 && done % share == 0 && stop > 0) work.begin.push_back(work.pieces.size());
       } while (at < n);
     }
   }
-  if (work.begin.back() != static_cast<int64_t>(work.pieces.size())) work.begin.push_back(work.pieces.size());
-  return work;
+  return pieces;
 }
 
 void run(const AttendArgs& a, int64_t split) {
   const Kernels& kernel = kernels();
-  const int64_t threads = at::get_num_threads();
-  int64_t most = 0;
+  int64_t most = 0, count = 0;
   for (int64_t t = 0; t < a.tile_count; ++t) most = std::max(most, a.heads / a.kv_heads * a.tiles[t].count);
-  const Work work = divide(a, threads, split);
+  const std::vector<Piece> pieces = divide(a, split, count);
   const int64_t state = flex::state_floats(a, most), scratch = kernel.scratch_floats(a, most);
-  const int64_t runs = split > 0 ? work.pieces.size() : work.begin.size() - 1;
+  const int64_t threads = std::min<int64_t>(at::get_num_threads(), pieces.size());
   // Uninitialized, and from torch's allocator: a step makes no page of memory anew.
-  Tensor floats = at::empty({work.slots * state + std::min(runs, threads) * scratch}, at::kFloat);
+  Tensor floats = at::empty({count * state + threads * scratch}, at::kFloat);
   float* states = floats.mutable_data_ptr<float>();
-  const auto piece = [&](const Piece& p, float* own) {
-    kernel.piece(a, p, own, p.slot < 0 ? nullptr : states + p.slot * state);
-  };
-  at::parallel_for(0, runs, 1, [&](int64_t begin, int64_t end) {
-    float* own = states + work.slots * state + std::min<int64_t>(at::get_thread_num(), std::min(runs, threads) - 1) * scratch;
-    for (int64_t i = begin; i < end; ++i) {
-      if (split > 0) {
-        piece(work.pieces[i], own);
-      } else {
-        for (int64_t p = work.begin[i]; p < work.begin[i + 1]; ++p) piece(work.pieces[p], own);
-      }
-    }
+  at::parallel_for(0, pieces.size(), 1, [&](int64_t begin, int64_t end) {
+    float* own = states + count * state + std::min<int64_t>(at::get_thread_num(), threads - 1) * scratch;
+    for (int64_t i = begin; i < end; ++i)
+      kernel.piece(a, pieces[i], own, pieces[i].slot < 0 ? nullptr : states + pieces[i].slot * state);
   });
   std::vector<const float*> parts;
-  for (size_t i = 0; i < work.pieces.size(); ++i) {
-    const Piece& p = work.pieces[i];
+  for (size_t i = 0; i < pieces.size(); ++i) {
+    const Piece& p = pieces[i];
     if (p.slot < 0) continue;
     parts.push_back(states + p.slot * state);
-    const bool last = i + 1 == work.pieces.size() || work.pieces[i + 1].tile != p.tile || work.pieces[i + 1].kv_head != p.kv_head;
+    const bool last = i + 1 == pieces.size() || pieces[i + 1].tile != p.tile || pieces[i + 1].kv_head != p.kv_head;
     if (!last) continue;
     kernel.merge(a, p.tile, p.kv_head, parts.data(), parts.size());
     parts.clear();
