@@ -82,6 +82,20 @@ def test_bf16_follows_until_two_tokens_are_as_good(
         assert agreement > 0.95
 
 
+def test_bf16_is_as_near_to_fp32_as_transformers_own(
+    model: Any, prompts: list[list[int]], answers: list[list[int]]
+) -> None:
+    """Transformers in bf16 leaves its own fp32 answer too; our logits must be no further away than its."""
+    path = demo_path()
+    theirs = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.bfloat16).eval()
+    llm = LLM("demo", dtype="bf16")
+    for prompt, answer in zip(prompts, answers, strict=True):
+        sequence = prompt + answer
+        exact = expected(model, sequence)
+        ours, its = ((got - exact).abs().mean() for got in (llm.logits(sequence), expected(theirs, sequence)))
+        assert ours < 1.1 * its
+
+
 def test_a_chat_answers_sensibly() -> None:
     answer = LLM("demo").chat([{"role": "user", "content": CHATS[0]}], SamplingParams(max_tokens=40, temperature=0.0))
     assert "Paris" in answer.text
