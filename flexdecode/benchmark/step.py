@@ -42,7 +42,7 @@ def measure(llm: LLM, context: int, repetitions: int) -> dict[str, Any]:
             f"{llm.max_context}"
         )
     products = _products(llm)
-    times = _interleave(llm, context, repetitions, [m for m, _ in products])
+    times = _interleave(llm, context, repetitions, products)
     step, alone, read = (median(x) * 1e3 for x in (times.steps, times.products, times.reads))
     weights = sum(m.nbytes for m, _ in products)
     return {
@@ -81,20 +81,19 @@ def _products(llm: LLM) -> list[tuple[Linear, Tensor]]:
 
 
 @torch.inference_mode()
-def _interleave(llm: LLM, context: int, repetitions: int, modules: list[Linear]) -> StepTimes:
-    inputs = [x for _, x in _products(llm)]
+def _interleave(llm: LLM, context: int, repetitions: int, products: list[tuple[Linear, Tensor]]) -> StepTimes:
     generator = torch.Generator().manual_seed(0)
     prompt = torch.randint(0, llm.config.vocab_size, (context,), generator=generator).tolist()
     params = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=repetitions + 3).resolve({})
     request = llm.engine.add(prompt, params)
-    reader = Reader(sum(m.nbytes for m in modules))
+    reader = Reader(sum(module.nbytes for module, _ in products))
 
-    def products() -> None:
-        for module, x in zip(modules, inputs, strict=True):
+    def run_products() -> None:
+        for module, x in products:
             module(x)
 
     while not request.output_ids:  # the prefill
         llm.engine.step()
-    steps, alone, reads = interleaved(repetitions, llm.engine.step, products, reader)
+    steps, alone, reads = interleaved(repetitions, llm.engine.step, run_products, reader)
     llm.engine.abort(request)
     return StepTimes(steps, alone, reads)

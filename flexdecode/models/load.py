@@ -48,9 +48,6 @@ class WeightLoader:
         self._counted: set[str] = set()
         self._last: tuple[str, Weight] | None = None
 
-    def __contains__(self, target: str) -> bool:
-        return target in self._rules
-
     def linear(self, target: str) -> Linear:
         rule = self._rules[target]
         bias = self._bias(rule)

@@ -1,6 +1,6 @@
 """Attention by torch's scaled_dot_product_attention, sequence by sequence.
 
-With one query the heads of a kv head are laid as rows of one product, so that each key is read once for all of them;
+With few queries the heads of a kv head are laid as rows of one product, so that each key is read once for all of them;
 torch's own grouped path reads it once for each. A key or value that some query of a step sees and another does not
 must be finite: SDPA multiplies it by 0 where it is masked (`reference` does not). Shape letters as there.
 """
@@ -16,11 +16,10 @@ from torch import Tensor
 from flexdecode.attention.cache import KVCache
 from flexdecode.attention.plan import AttentionPlan, Tile
 from flexdecode.attention.scores import ScoreMod
+from flexdecode.kernels.ops import FEW_QUERIES
 
 if TYPE_CHECKING:
     from flexdecode.attention.attend import Request
-
-_FOLDED_QUERIES = 16  # up to so many queries are laid with the heads as rows
 
 
 class Sdpa:
@@ -65,7 +64,7 @@ def _tile(q_QHD: Tensor, cache: KVCache, layer: int, tile: Tile, scale: float) -
         if not bool(seen.all()):
             v_CLD = v_CLD.masked_fill(~seen[None, :, None], 0.0)
             k_CLD = k_CLD.masked_fill(~seen[None, :, None], 0.0)
-    if queries <= _FOLDED_QUERIES:
+    if queries <= FEW_QUERIES:
         q = q_QHD.view(queries, kv_heads, group, head_dim).permute(1, 2, 0, 3).reshape(1, kv_heads, -1, head_dim)
         mask = None if visible is None else visible.repeat(group, 1)
         out = F.scaled_dot_product_attention(q, k_CLD[None], v_CLD[None], attn_mask=mask, scale=scale)
