@@ -16,6 +16,7 @@ _HOMES = {
     "KVCache": "flexdecode.attention.cache",
     "plan_attention": "flexdecode.attention.plan",
     "attend": "flexdecode.attention.attend",
+    "flex_attention": "flexdecode.attention.flex_attention",
     "masks": "flexdecode.attention.masks",
     "scores": "flexdecode.attention.scores",
 }
@@ -28,6 +29,7 @@ __all__ = [
     "SamplingParams",
     "__version__",
     "attend",
+    "flex_attention",
     "masks",
     "plan_attention",
     "scores",
@@ -37,6 +39,7 @@ if TYPE_CHECKING:
     from flexdecode.attention import masks, scores
     from flexdecode.attention.attend import attend
     from flexdecode.attention.cache import KVCache
+    from flexdecode.attention.flex_attention import flex_attention
     from flexdecode.attention.plan import plan_attention
     from flexdecode.config import FlexdecodeWarning
     from flexdecode.generation.params import SamplingParams

@@ -10,6 +10,7 @@ from typing import Any
 
 from flexdecode.attention import masks
 from flexdecode.attention.cache import CacheLayer, bytes_per_token
+from flexdecode.attention.visible import keys_held
 from flexdecode.checkpoints.source import Source
 from flexdecode.config import AttentionConfig, LayerConfig, MlpConfig, ModelConfig
 from flexdecode.families.names import Names
@@ -123,7 +124,7 @@ def kv_bytes_at(config: ModelConfig, tokens: int) -> int:
     total = 0
     for layer in config.layers:
         shape = _cache_layer(layer.attention)
-        total += bytes_per_token(shape) * (tokens - shape.mask.horizon(tokens - 1))
+        total += bytes_per_token(shape) * keys_held(shape.mask, tokens)
     return total
 
 

@@ -11,12 +11,18 @@ import torch
 from torch import Tensor
 
 from flexdecode.answer import Answer
+from flexdecode.attention.algebra import MaskMod
 from flexdecode.attention.cache import bytes_per_token
+from flexdecode.attention.expressions import load_mask
+from flexdecode.attention.masks import Mask, as_mask
+from flexdecode.attention.mods import Mods
+from flexdecode.attention.scores import ScoreMod, as_score
 from flexdecode.checkpoints.open import open_source
 from flexdecode.config import EngineConfig, ModelConfig
 from flexdecode.describe import describe_checkpoint, describe_decoder
 from flexdecode.families import resolve
 from flexdecode.generation.engine import Engine
+from flexdecode.generation.explain import Explanation, explain_step
 from flexdecode.generation.params import SamplingParams
 from flexdecode.generation.results import Chunk, Completion
 from flexdecode.memory import available_bytes
@@ -48,8 +54,11 @@ class LLM:
 
     model: a directory, a .gguf file, a hub id, `demo`, or `random:SHAPE[@int4|int8]`.
     dtype: of activations and dense weights; auto is bfloat16. kv_dtype: of the cache; auto is dtype, int8 halves it.
-    device: auto is CUDA where there is one. attention: a backend's name, or auto. max_context: tokens of prompt and
-    answer together; by default what the model was made for, or less where memory ends before (`describe` tells).
+    device: auto is CUDA where there is one. attention: a backend's name, or auto. mask: a mask of flexdecode.masks, a
+    FlexAttention mask_mod, or a text as for `--mask`; every layer shows what both it and the model's own mask show, or
+    with `replace_mask` what it shows alone. score: a score_mod, applied after the model's own. Mods are called with
+    b = 0. max_context: tokens of prompt and answer together; by default what the model was made for, or less where
+    memory ends before (`describe` tells).
     ignore_config: config keys to pass over. progress: called with ("load" | "prefill", done, total).
 
     Raises ValueError, one line with the remedy, for a checkpoint or an option that cannot be served.
@@ -63,6 +72,9 @@ class LLM:
         kv_dtype: str = "auto",
         device: str = "auto",
         attention: str = "auto",
+        mask: str | Mask | MaskMod | None = None,
+        replace_mask: bool = False,
+        score: ScoreMod | None = None,
         max_context: int | None = None,
         revision: str | None = None,
         offline: bool = False,
@@ -77,6 +89,11 @@ class LLM:
             if threads < 1:
                 raise ValueError(f"threads must be at least 1, got {threads}")
             torch.set_num_threads(threads)
+        mods = Mods(
+            load_mask(mask) if isinstance(mask, str) else None if mask is None else as_mask(mask),
+            None if score is None else as_score(score),
+            replace_mask,
+        )
         self._progress = progress
         self.source = open_source(str(model), revision=revision, offline=offline, dense_dtype=compute)
         self.config, self._names = resolve(self.source, ignore_config)
@@ -86,7 +103,7 @@ class LLM:
         self.eos_token_ids = eos_token_ids(self.config.eos_token_ids, self.generation_config, self.tokenizer)
         loader = WeightLoader(self.source, self.config, self._names, compute, place, self._loading)
         with torch.inference_mode():
-            decoder = Decoder(self.config, loader, attention, cached)
+            decoder = Decoder(self.config, loader, attention, cached, mods)
         self.engine = Engine(decoder, _engine_config(self.config, decoder, max_context))
 
     @property
@@ -145,6 +162,11 @@ class LLM:
         report = describe_checkpoint(self.source, self.config, self._names)
         report |= describe_decoder(self.engine.model)
         return report | {"max_context": self.max_context, "kv_tokens": self.engine.config.kv_tokens}
+
+    def explain(self, context: int, *, measure: bool = False) -> Explanation:
+        """What a decode step at `context` tokens reads, what masks spare it, and the least time that it can take at the
+        rate at which memory is read now; with `measure` also the time of real steps there, after a prefill."""
+        return explain_step(self.engine, context, measure)
 
     def _ids(self, prompt: Prompt) -> Sequence[int]:
         if not isinstance(prompt, str):

@@ -8,8 +8,18 @@ import sys
 
 import pytest
 
-HEAVY = ("torch", "transformers", "tokenizers", "safetensors", "gguf", "numpy", "huggingface_hub", "prompt_toolkit")
-VERBS = ("generate", "chat", "inspect", "env", "pull", "bench", "bench step")
+HEAVY = (
+    "torch",
+    "transformers",
+    "tokenizers",
+    "safetensors",
+    "gguf",
+    "numpy",
+    "huggingface_hub",
+    "prompt_toolkit",
+    "matplotlib",
+)
+VERBS = ("generate", "chat", "mask", "inspect", "env", "pull", "bench", "bench step")
 PROGRAM = "from flexdecode.cli.main import main; code = main({argv!r}); assert code == {code}, code"
 
 
@@ -33,6 +43,8 @@ def test_version_and_help(argv: list[str]) -> None:
     assert loaded_by(PROGRAM.format(argv=argv, code=0)) == set()
 
 
-@pytest.mark.parametrize("argv", [["nonsense"], ["generate"], ["generate", "demo", "--nonsense"], ["generate", "demo"]])
+@pytest.mark.parametrize(
+    "argv", [["nonsense"], ["generate"], ["generate", "demo", "--nonsense"], ["generate", "demo"], ["mask", "causal"]]
+)
 def test_wrong_usage(argv: list[str]) -> None:
     assert loaded_by(PROGRAM.format(argv=argv, code=2)) == set()

@@ -21,22 +21,29 @@ ROOM_OF_FOLDER = {"test_checkpoints": "checkpoints"}
 # Tests of a topic that lies across files: the whole, or a promise about all of a room.
 TOPICS = {
     "attention/test_choose.py": "which backend serves",
+    "attention/test_life.py": "sequences in a cache, in any order",
+    "attention/test_steps.py": "attend over sequences cut into steps",
     "cli/test_demo.py": "the whole way, with a real model",
     "cli/test_flags.py": "the command line's surface, frozen",
     "families/test_parity.py": "every family against transformers",
     "families/test_shapes.py": "every random shape fits its family",
     "kernels/test_attend_few.py": "a kernel on every instruction set",
+    "kernels/test_attend_many.py": "a kernel on every instruction set",
     "llm/test_ends.py": "why an answer ends, through LLM",
+    "llm/test_explain.py": "what a decode step reads, through LLM",
     "llm/test_life.py": "what requests leave behind, through LLM",
+    "llm/test_mods.py": "masks and scores of a user's, through LLM",
     "llm/test_numbers.py": "logits that are none, through LLM",
     "llm/test_sampling.py": "sampling and penalties, through LLM",
     "llm/test_text.py": "text in a stream, through LLM",
     "models/test_memory.py": "what loading takes",
     "models/test_quantized.py": "every quantized layout against its float twin",
     "test_demo.py": "a real model against transformers",
+    "test_docs.py": "what the pages say",
     "test_import_time.py": "what must not be imported",
     "test_layering.py": "which room imports which",
     "test_style.py": "this",
+    "test_transformers_masks.py": "what transformers' masks show",
 }
 
 

@@ -6,62 +6,17 @@ Backends are chosen once, at start-up, for what a model's layers need; nothing f
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Literal, Protocol
 
-import torch
 from torch import Tensor
 
-from flexdecode.attention.backends import cpu, reference, sdpa
+from flexdecode.attention.backends import cpu, flex, reference, sdpa
 from flexdecode.attention.cache import KVCache
 from flexdecode.attention.plan import AttentionPlan
+from flexdecode.attention.request import Backend, Call, Request
 from flexdecode.attention.scores import ScoreMod
 
-Phase = Literal["few", "many"]  # queries of a sequence: reading keys is the work, or multiplying is
-
-
-@dataclass(frozen=True)
-class Request:
-    """What a layer asks of a backend; errors print it whole."""
-
-    heads: int
-    kv_heads: int
-    head_dim: int
-    dtype: torch.dtype
-    kv_dtype: torch.dtype
-    device: str
-    score: ScoreMod | None = None
-    sinks: bool = False
-    return_lse: bool = False
-    phase: Phase = "many"
-
-
-class Backend(Protocol):
-    """A way to compute attention. `unsupported` gives the reason why a request cannot be served, or None."""
-
-    name: str
-
-    def unsupported(self, request: Request) -> str | None: ...
-
-    def run(
-        self,
-        q_THD: Tensor,
-        cache: KVCache,
-        layer: int,
-        plan: AttentionPlan,
-        score: ScoreMod | None,
-        sinks_H: Tensor | None,
-        scale: float,
-        return_lse: bool,
-    ) -> tuple[Tensor, Tensor | None]: ...
-
-
-# In the order of preference for few queries: our CPU kernel reads keys at the speed of memory.
-BACKENDS: tuple[Backend, ...] = (cpu.Cpu(), sdpa.Sdpa(), reference.Reference())
-_FIRST_FOR_MANY = sdpa.Sdpa.name  # torch's kernel multiplies many queries faster
-
-
-def _preferred(phase: Phase) -> list[Backend]:
-    return sorted(BACKENDS, key=lambda backend: phase == "many" and backend.name != _FIRST_FOR_MANY)
+# In the order of preference. FlexAttention compiles for seconds: it serves those who ask for it.
+BACKENDS: tuple[Backend, ...] = (cpu.Cpu(), sdpa.Sdpa(), reference.Reference(), flex.Flex())
 
 
 @dataclass(frozen=True)
@@ -96,7 +51,7 @@ def choose(request: Request, wanted: str = "auto") -> Backend:
     if wanted != "auto" and wanted not in names:
         raise ValueError(f"attention backend {wanted!r} is not known (known: auto, {', '.join(names)})")
     reasons = {}
-    for backend in _preferred(request.phase):
+    for backend in BACKENDS:
         if wanted not in ("auto", backend.name):
             continue
         reason = backend.unsupported(request)
@@ -136,6 +91,8 @@ def attend(
         raise ValueError(
             f"q has {heads} heads of {head_dim}, layer {layer} caches {shape.kv_heads} kv_heads of {shape.head_dim}"
         )
+    if plan.heads not in (None, heads):
+        raise ValueError(f"q has {heads} heads, and the plan was made for {plan.heads} (heads=)")
     if sinks is not None and sinks.shape != (heads,):
         raise ValueError(f"sinks has shape {tuple(sinks.shape)}, and q has {heads} heads")
     request = Request(
@@ -155,7 +112,8 @@ def attend(
     elif (reason := backend.unsupported(request)) is not None:
         raise ValueError(f"attention backend {backend.name} cannot serve {request}: {reason}")
     scale = head_dim**-0.5 if scale is None else scale
-    out, lse = backend.run(q_THD, cache, layer, plan, score, sinks, scale, return_lse)
+    call = Call(q_THD, cache.kv(layer), plan, scale, score, sinks, return_lse)
+    out, lse = backend.run(call)
     if return_lse:
         assert lse is not None
         return out, lse

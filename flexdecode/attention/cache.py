@@ -11,11 +11,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from flexdecode.attention.masks import Mask
+from flexdecode.attention.masks import Ints, Mask
 from flexdecode.attention.pages import OutOfPagesError, PageGroup
+from flexdecode.attention.visible import Settled
 
 KV_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.int8)
 
@@ -43,31 +45,49 @@ class Slots:
     by_group: tuple[Tensor, ...]
 
 
-@dataclass
-class _Storage:
-    """One of K or V of one layer: data [C, S, D] and, for int8, scales [C, S] fp32."""
+@dataclass(frozen=True)
+class KV:
+    """Keys and values of one layer as they lie: [C, S, D] in slots, of any strides whose last is 1, and for int8 scales
+    [C, S] fp32. A page is `page` consecutive positions in consecutive slots."""
 
-    data_CSD: Tensor
-    scale_CS: Tensor | None
+    k_CSD: Tensor
+    v_CSD: Tensor
+    k_scale_CS: Tensor | None = None
+    v_scale_CS: Tensor | None = None
+    page: int = 64
 
-    def write(self, slots_T: Tensor, x_TCD: Tensor) -> None:
-        x_CTD = x_TCD.transpose(0, 1)
-        if self.scale_CS is None:
-            self.data_CSD.index_copy_(1, slots_T, x_CTD.to(self.data_CSD.dtype))
-            return
-        scale_CT = x_CTD.float().abs().amax(-1) / 127
-        smallest = torch.finfo(torch.float32).tiny  # a row of zeros has the scale 0
-        codes = torch.round(x_CTD.float() / scale_CT.clamp(min=smallest)[..., None]).to(torch.int8)
-        self.data_CSD.index_copy_(1, slots_T, codes)
-        self.scale_CS.index_copy_(1, slots_T, scale_CT)
+    def read(self, slots_L: Ints, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Keys and values [C, L, D] of these slots in `dtype`; views where one run needs no conversion."""
+        run = _run(slots_L, self.k_CSD.device)
+        return _read(self.k_CSD, self.k_scale_CS, run, dtype), _read(self.v_CSD, self.v_scale_CS, run, dtype)
 
-    def read(self, run: slice | Tensor, dtype: torch.dtype) -> Tensor:
-        """[C, L, D]; a view where the run is one slice and no conversion is needed."""
-        data = self.data_CSD[:, run] if isinstance(run, slice) else self.data_CSD.index_select(1, run)
-        if self.scale_CS is None:
-            return data.to(dtype)
-        scale = self.scale_CS[:, run] if isinstance(run, slice) else self.scale_CS.index_select(1, run)
-        return (data.float() * scale[..., None]).to(dtype)
+
+def _run(slots_L: Ints, device: torch.device) -> slice | Tensor:
+    if not len(slots_L):
+        return slice(0, 0)
+    if int(slots_L[-1]) - int(slots_L[0]) == len(slots_L) - 1 and bool((np.diff(slots_L) == 1).all()):
+        return slice(int(slots_L[0]), int(slots_L[-1]) + 1)
+    return torch.from_numpy(slots_L).to(device)
+
+
+def _read(data_CSD: Tensor, scale_CS: Tensor | None, run: slice | Tensor, dtype: torch.dtype) -> Tensor:
+    data = data_CSD[:, run] if isinstance(run, slice) else data_CSD.index_select(1, run)
+    if scale_CS is None:
+        return data.to(dtype)
+    scale = scale_CS[:, run] if isinstance(run, slice) else scale_CS.index_select(1, run)
+    return (data.float() * scale[..., None]).to(dtype)
+
+
+def _write(data_CSD: Tensor, scale_CS: Tensor | None, slots_T: Tensor, x_TCD: Tensor) -> None:
+    x_CTD = x_TCD.transpose(0, 1)
+    if scale_CS is None:
+        data_CSD.index_copy_(1, slots_T, x_CTD.to(data_CSD.dtype))
+        return
+    scale_CT = x_CTD.float().abs().amax(-1) / 127
+    smallest = torch.finfo(torch.float32).tiny  # a row of zeros has the scale 0
+    codes = torch.round(x_CTD.float() / scale_CT.clamp(min=smallest)[..., None]).to(torch.int8)
+    data_CSD.index_copy_(1, slots_T, codes)
+    scale_CS.index_copy_(1, slots_T, scale_CT)
 
 
 class KVCache:
@@ -95,15 +115,20 @@ class KVCache:
         self.layers = tuple(layers)
         self.groups = tuple(PageGroup(mask, page, pages) for mask in masks)
         self.group_of = tuple(masks.index(layer.mask) for layer in layers)
-        self._k = [self._storage(layer.kv_heads, pages * page, layer.head_dim) for layer in layers]
-        self._v = [self._storage(x.kv_heads, pages * page, x.v_head_dim or x.head_dim) for x in layers]
+        self._kv = [self._storage(layer, pages * page) for layer in layers]
         self._lengths: dict[int, int] = {}
+        self._settled: list[dict[int, Settled]] = [{} for _ in self.groups]
         self._next = 0
 
-    def _storage(self, heads: int, slots: int, dim: int) -> _Storage:
+    def _storage(self, layer: CacheLayer, slots: int) -> KV:
         # Memory that is never touched is never resident: a large pool costs only what its sequences fill.
-        scale = torch.empty(heads, slots, device=self.device) if self.dtype == torch.int8 else None
-        return _Storage(torch.empty(heads, slots, dim, dtype=self.dtype, device=self.device), scale)
+        dims = (layer.head_dim, layer.v_head_dim or layer.head_dim)
+        shapes = [(layer.kv_heads, slots, dim) for dim in dims]
+        k, v = (torch.empty(shape, dtype=self.dtype, device=self.device) for shape in shapes)
+        if self.dtype != torch.int8:
+            return KV(k, v, page=self.page)
+        k_scale, v_scale = (torch.empty(layer.kv_heads, slots, device=self.device) for _ in dims)
+        return KV(k, v, k_scale, v_scale, self.page)
 
     # sequences
 
@@ -123,8 +148,9 @@ class KVCache:
         """An empty sequence's number."""
         sequence, self._next = self._next, self._next + 1
         self._lengths[sequence] = 0
-        for group in self.groups:
+        for group, settled in zip(self.groups, self._settled, strict=True):
             group.new(sequence)
+            settled[sequence] = Settled()
         return sequence
 
     def append(self, sequences: Sequence[int], counts: Sequence[int]) -> Slots:
@@ -146,13 +172,13 @@ class KVCache:
                 )
         by_group = []
         for group in self.groups:
-            slots = [slot for s, length, n in jobs for slot in self._grow(group, s, length, n)]
-            by_group.append(torch.tensor(slots, dtype=torch.long).to(self.device))
+            slots = [self._grow(group, s, length, n) for s, length, n in jobs]
+            by_group.append(torch.from_numpy(np.concatenate(slots)).to(self.device))
         for s, length, n in jobs:
             self._lengths[s] = length + n
         return Slots(tuple(by_group))
 
-    def _grow(self, group: PageGroup, sequence: int, length: int, count: int) -> list[int]:
+    def _grow(self, group: PageGroup, sequence: int, length: int, count: int) -> Ints:
         if count:
             for source, target in group.own_last(sequence, length):
                 self._copy_page(group, source, target)
@@ -160,30 +186,25 @@ class KVCache:
 
     def write(self, layer: int, slots: Slots, k_TCD: Tensor, v_TCD: Tensor) -> None:
         """Store a step's keys and values of one layer in the slots that `append` gave."""
-        slots_T = slots.by_group[self.group_of[layer]]
-        self._k[layer].write(slots_T, k_TCD)
-        self._v[layer].write(slots_T, v_TCD)
+        slots_T, kv = slots.by_group[self.group_of[layer]], self._kv[layer]
+        _write(kv.k_CSD, kv.k_scale_CS, slots_T, k_TCD)
+        _write(kv.v_CSD, kv.v_scale_CS, slots_T, v_TCD)
 
-    def locate(self, group: int, sequence: int, start: int, stop: int) -> slice | Tensor:
-        """Slots of positions [start, stop): a slice where they lie in one run, else a tensor [L]."""
-        run = self.groups[group].locate(sequence, start, stop)
-        return run if isinstance(run, slice) else run.to(self.device)
+    def kv(self, layer: int) -> KV:
+        """A layer's keys and values as they lie."""
+        return self._kv[layer]
 
-    def read(self, layer: int, run: slice | Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Keys [C, L, D] and values of one layer at slots given by `locate`, in `dtype`."""
-        return self._k[layer].read(run, dtype), self._v[layer].read(run, dtype)
-
-    def storage(self, layer: int) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
-        """A layer's keys [C, S, D] and their scales [C, S], values and theirs, as they lie; scales only for int8."""
-        k, v = self._k[layer], self._v[layer]
-        return k.data_CSD, k.scale_CS, v.data_CSD, v.scale_CS
+    def settled(self, group: int, sequence: int) -> Settled:
+        """What is known of the blocks that a sequence's later queries see."""
+        return self._settled[group][sequence]
 
     def fork(self, sequence: int) -> int:
         """A new sequence with the same tokens. Pages are shared until one of the two writes."""
         twin = self.new()
         self._lengths[twin] = self._lengths[sequence]
-        for group in self.groups:
+        for group, settled in zip(self.groups, self._settled, strict=True):
             group.fork(sequence, twin)
+            settled[twin] = settled[sequence].copy()
         return twin
 
     def truncate(self, sequence: int, length: int) -> None:
@@ -193,14 +214,16 @@ class KVCache:
             raise ValueError(f"cannot truncate a sequence of {self._lengths[sequence]} tokens to {length}")
         for group in self.groups:
             group.check_truncate(sequence, length)
-        for group in self.groups:
+        for group, settled in zip(self.groups, self._settled, strict=True):
             group.truncate(sequence, length)
+            settled[sequence].clear()
         self._lengths[sequence] = length
 
     def free(self, sequence: int) -> None:
         """Give back everything that the sequence holds."""
-        for group in self.groups:
+        for group, settled in zip(self.groups, self._settled, strict=True):
             group.free(sequence)
+            del settled[sequence]
         del self._lengths[sequence]
 
     def _copy_page(self, group: PageGroup, source: int, target: int) -> None:
@@ -208,7 +231,7 @@ class KVCache:
         for layer, index in enumerate(self.group_of):
             if self.groups[index] is not group:
                 continue
-            for storage in (self._k[layer], self._v[layer]):
-                storage.data_CSD[:, b : b + self.page] = storage.data_CSD[:, a : a + self.page]
-                if storage.scale_CS is not None:
-                    storage.scale_CS[:, b : b + self.page] = storage.scale_CS[:, a : a + self.page]
+            kv = self._kv[layer]
+            for data in (kv.k_CSD, kv.v_CSD, kv.k_scale_CS, kv.v_scale_CS):
+                if data is not None:
+                    data[:, b : b + self.page] = data[:, a : a + self.page]

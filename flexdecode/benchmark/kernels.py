@@ -1,128 +1,179 @@
-"""Kernels alone: each against its reference first, then against what the memory gives in the same run.
+"""Attention alone: each case against the reference first, then in turn with what the machine gives and with others.
 
-Decode attention of one sequence: every key and value must be read once, so the ceiling is their bytes at the read rate
-of the same threads. The sdpa beside it is our folded use of it, not torch's own grouped path, which is slower still.
+Decoding must read every visible key and value once, so its ceiling is the rate of the same threads' plain reads.
+Prefill must multiply, so its ceiling is the rate of a bf16 product by torch. `times_X` is X's time over ours.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from statistics import median
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from flexdecode.attention.attend import Backend, attend
 from flexdecode.attention.backends.cpu import Cpu
-from flexdecode.attention.backends.reference import Reference
+from flexdecode.attention.backends.flex import Flex
 from flexdecode.attention.backends.sdpa import Sdpa
-from flexdecode.attention.cache import CacheLayer, KVCache, bytes_per_token
-from flexdecode.attention.masks import Mask, causal
-from flexdecode.attention.plan import plan_attention
-from flexdecode.benchmark.bandwidth import Reader, interleaved, ratio
+from flexdecode.benchmark import rounds
+from flexdecode.benchmark.cases import Case
+from flexdecode.benchmark.ceilings import Gemm, Reader
+from flexdecode.benchmark.check import check, error_of_rounding
+from flexdecode.benchmark.inputs import Inputs, build, needed_bytes
+from flexdecode.benchmark.planning import Planner
+from flexdecode.benchmark.provenance import provenance
+from flexdecode.benchmark.rounds import Times, Work
 from flexdecode.kernels import ops
+from flexdecode.memory import available_bytes
 
-_PAGE = 64
+_OURS = "attention"
+_LAYERS = 16  # of the step in which a plan's share is told
+_MOST_SECONDS = 10.0  # for all calls of one work
 
-
-@dataclass(frozen=True)
-class DecodeCase:
-    """One layer's attention of `queries` new tokens of one sequence."""
-
-    keys: int
-    head_dim: int
-    group: int
-    kv_heads: int = 8
-    kv_dtype: torch.dtype = torch.bfloat16
-    queries: int = 1
-    mask: Mask = field(default_factory=causal)
-
-    @property
-    def name(self) -> str:
-        kind = str(self.kv_dtype).removeprefix("torch.")
-        return f"decode {self.keys} keys, {self.kv_heads} kv heads of {self.head_dim}, group {self.group}, {kind}"
+Row = dict[str, Any]
 
 
-def decode_cases(lengths: Sequence[int], head_dims: Sequence[int], groups: Sequence[int]) -> list[DecodeCase]:
-    """Every length at head_dim 128 and a group of 4; every head_dim and group at the longest; int8 there too."""
-    longest = max(lengths)
-    cases = [DecodeCase(n, 128, 4) for n in lengths]
-    cases += [DecodeCase(longest, dim, 4) for dim in head_dims if dim != 128]
-    cases += [DecodeCase(longest, 128, group) for group in groups if group != 4]
-    cases.append(DecodeCase(longest, 128, 4, kv_dtype=torch.int8))
-    return cases
+def bench(cases: Sequence[Case], repetitions: int, threads: Sequence[int]) -> Iterator[Row]:
+    """A row for each case and number of threads, as it is measured; torch's threads are restored afterwards.
+
+    A row that holds `failure` (a kernel beyond its tolerance, or an error) has no times, nor has one that holds
+    `skipped`, a case for which there is too little memory. Raises ValueError where there are no kernels.
+    """
+    reason = ops.attend_unsupported("cpu", torch.bfloat16, torch.bfloat16)
+    if reason is not None:
+        raise ValueError(f"there are no kernels to measure: {reason}")
+    before = torch.get_num_threads()
+    try:
+        for count in threads:
+            for case in cases:
+                torch.set_num_threads(count)
+                yield {"benchmark": "kernels", **case.columns(), **_row(case, repetitions)}
+    finally:
+        torch.set_num_threads(before)
 
 
-def bench_decode(
-    cases: Sequence[DecodeCase], repetitions: int, beside: Sequence[Backend] = (Sdpa(),)
-) -> Iterator[dict[str, Any]]:
-    """A row a case: the error against the reference, the time, GB/s, the fraction of the read rate, and how many times
-    quicker than the backends named in `beside`. Raises ValueError for a kernel that misses its tolerance."""
-    for case in cases:
-        setting = _setting(case)
-        error = _error(case, setting)
-        reader = Reader(case.keys * bytes_per_token(setting.cache.layers[0], case.kv_dtype))
-        ours, read = interleaved(repetitions, setting.call(Cpu()), reader)
-        row = {
-            "benchmark": "kernels",
-            "kernel": case.name,
-            "isa": ops.use_isa(),
-            "threads": torch.get_num_threads(),
-            "repetitions": repetitions,
-            "error": error,
-            "ms": median(ours) * 1e3,
-            "ms_min": min(ours) * 1e3,
-            "ms_max": max(ours) * 1e3,
-            "gb_per_s": reader.nbytes / median(ours) / 1e9,
-            "read_gb_per_s": reader.nbytes / median(read) / 1e9,
-            "fraction_of_read": ratio(read, ours),
-            "torch": torch.__version__,
+def _row(case: Case, repetitions: int) -> Row:
+    needed, available = needed_bytes(case), available_bytes(torch.device("cpu"))
+    if needed > available:
+        told = f"needs about {needed / 2**30:.1f} GiB of memory, {available / 2**30:.1f} GiB are available"
+        return {"skipped": told, **provenance(0, 0)}
+    try:
+        return _measured(case, repetitions)
+    except (ValueError, RuntimeError) as problem:  # one failure does not keep the other rows from being measured
+        return {"failure": f"{type(problem).__name__}: {problem}", **provenance(0, 0)}
+
+
+@torch.inference_mode()
+def _measured(case: Case, repetitions: int) -> Row:
+    inputs = build(case)
+    out = inputs.attend(Cpu())
+    checked = check(inputs, out)
+    found: Row = {"error": checked.error if math.isfinite(checked.error) else None, "checked_rows": checked.rows}
+    if checked.failure is not None:
+        return {"failure": checked.failure, **found, **provenance(0, 0)}
+    if case.kv_dtype == torch.int8:
+        found["error_to_fp32"] = error_of_rounding(inputs, out)
+    measure = _plan if case.kernel == "plan" else _attention
+    times, figures = measure(inputs, repetitions)
+    count = len(times.of(case.kernel))
+    return {**found, **figures, **provenance(count, rounds.WARM_UP)}
+
+
+def _plan(inputs: Inputs, repetitions: int) -> tuple[Times, Row]:
+    """A plan beside one layer's attention under it."""
+    planner = Planner(inputs.case, repetitions)
+    works = {
+        "plan": planner.one_more(),
+        "fresh_plan": planner.from_nothing(),
+        _OURS: Work(inputs.attention(Cpu())),
+    }
+    times = rounds.run(works, repetitions, _MOST_SECONDS)
+    share = times.ratio("plan", _OURS)
+    return times, {
+        **_spread(times, "plan"),
+        "fresh_plan_ms": times.ms("fresh_plan"),
+        "attention_ms": times.ms(_OURS),
+        "share_of_layer": share,
+        f"share_of_{_LAYERS}_layers": share / _LAYERS,
+    }
+
+
+def _attention(inputs: Inputs, repetitions: int) -> tuple[Times, Row]:
+    case = inputs.case
+    twins = {name: build(twin) for name, twin in case.twins}
+    ceiling: Gemm | Reader = Gemm() if case.multiplies else Reader(inputs.visible_bytes())
+    works = {_OURS: Work(inputs.attention(Cpu()))}
+    # A plan is slower behind another work than behind another plan. In this order, forwards and backwards, each of them
+    # runs as often behind an attention as behind the ceiling.
+    if case.planned:
+        works["plan"] = Planner(case, repetitions).one_more()
+    works["ceiling"] = Work(ceiling)
+    works |= {name: Work(_other(inputs, name)) for name in case.beside}
+    for name, twin in twins.items():
+        if case.planned:
+            works[f"{name}_plan"] = Planner(twin.case, repetitions).one_more()
+        works[name] = Work(twin.attention(Cpu()))
+    times = rounds.run(works, repetitions, _MOST_SECONDS)
+    figures = _spread(times, _OURS) | _fraction(inputs, ceiling, times)
+    for name in (*case.beside, *twins):
+        figures |= {
+            f"{name}_ms": times.ms(name),
+            f"{name}_repetitions": len(times.of(name)),
+            f"times_{name}": times.ratio(name, _OURS),
         }
-        for backend in beside:
-            (theirs,) = interleaved(3, setting.call(backend))
-            row[f"times_{backend.name}"] = median(theirs) / median(ours)
-        yield row
+    for name, twin in twins.items():
+        figures |= _twin(inputs, twin, name, times)
+    return times, figures
 
 
-@dataclass(frozen=True)
-class _Setting:
-    cache: KVCache
-    sequence: int
-    q_THD: Tensor
-    mask: Mask
-
-    def call(self, backend: Backend) -> Callable[[], Tensor]:
-        plan = plan_attention(self.cache, [self.sequence], [len(self.q_THD)], self.mask)
-
-        def run() -> Tensor:
-            out = attend(self.q_THD, self.cache, 0, plan, backend=backend)
-            assert isinstance(out, Tensor)
-            return out
-
-        return run
+def _other(inputs: Inputs, name: str) -> Callable[[], Tensor]:
+    """Another implementation on the same inputs. Raises ValueError where it computes something else."""
+    if name == "sdpa":
+        call = inputs.torch_sdpa()
+    else:
+        call = inputs.attention(Sdpa() if name == "sdpa_folded" else Flex())
+    if name == "flex":  # the first call compiles, which is no warming up
+        checked = check(inputs, call())
+        if checked.failure is not None:
+            raise ValueError(f"{name}: {checked.failure}")
+    return call
 
 
-def _setting(case: DecodeCase) -> _Setting:
-    layer = CacheLayer(case.kv_heads, case.head_dim, case.mask)
-    cache = KVCache([layer], case.keys, page=_PAGE, dtype=case.kv_dtype)
-    sequence = cache.new()
-    generator = torch.Generator().manual_seed(0)
-    slab = 4096
-    for start in range(0, case.keys, slab):
-        count = min(slab, case.keys - start)
-        k, v = (torch.randn(count, case.kv_heads, case.head_dim, generator=generator) for _ in range(2))
-        cache.write(0, cache.append([sequence], [count]), k, v)
-    heads = case.kv_heads * case.group
-    q_THD = torch.randn(case.queries, heads, case.head_dim, generator=generator).bfloat16()
-    return _Setting(cache, sequence, q_THD, case.mask)
+def _spread(times: Times, name: str) -> Row:
+    seconds = times.of(name)
+    return {"ms": times.ms(name), "ms_min": min(seconds) * 1e3, "ms_max": max(seconds) * 1e3}
 
 
-def _error(case: DecodeCase, setting: _Setting) -> float:
-    """Largest difference to the fp32 reference over the reference's largest value."""
-    ours, exact = setting.call(Cpu())().float(), setting.call(Reference())().float()
-    error = float((ours - exact).abs().max() / exact.abs().max())
-    if not error < 2e-2:
-        raise ValueError(f"{case.name}: the kernel is off by {error:.3g} of the largest value, allowed is 0.02")
-    return error
+def _fraction(inputs: Inputs, ceiling: Gemm | Reader, times: Times) -> Row:
+    """The work that must be done, its rate, the ceiling's rate in the same rounds and the fraction reached."""
+    per_ms, alone = times.ms(_OURS) * 1e6, times.ms("ceiling") * 1e6
+    quicker = times.ratio("ceiling", _OURS)
+    if isinstance(ceiling, Reader):
+        count, most, unit = inputs.visible_bytes(), ceiling.nbytes, "gb_per_s"
+        amount: Row = {"bytes": count}
+    else:
+        count, most, unit = inputs.flops(), ceiling.flops, "gflop_per_s"
+        amount = {"flops": count, "torch_products": ops.use_torch_products()}
+    return {
+        **amount,
+        unit: count / per_ms,
+        f"ceiling_{unit}": most / alone,
+        "fraction": quicker * count / most,
+    }
+
+
+def _twin(inputs: Inputs, twin: Inputs, name: str, times: Times) -> Row:
+    """What a twin had to do, its own error, and both with their plans where those were timed."""
+    case = inputs.case
+    found: Row = {f"{name}_flops": twin.flops()} if case.multiplies else {f"{name}_bytes": twin.visible_bytes()}
+    if case.kv_dtype == torch.int8:
+        found[f"{name}_error_to_fp32"] = error_of_rounding(twin, twin.attend(Cpu()))
+    if case.planned:
+        both = times.ratio_of_sums([name, f"{name}_plan"], [_OURS, "plan"])
+        found |= {
+            "plan_ms": times.ms("plan"),
+            f"{name}_plan_ms": times.ms(f"{name}_plan"),
+            f"times_{name}_planned": both,
+        }
+    return found

@@ -7,27 +7,19 @@ machine.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from statistics import median
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from flexdecode.benchmark.bandwidth import Reader, interleaved, ratio
+from flexdecode.benchmark import rounds
+from flexdecode.benchmark.ceilings import Reader
+from flexdecode.benchmark.provenance import provenance
+from flexdecode.benchmark.rounds import Times, Work
 from flexdecode.generation.params import SamplingParams
 from flexdecode.llm import LLM
 from flexdecode.models.linear import Linear
 from flexdecode.models.moe import Moe
-
-
-@dataclass(frozen=True)
-class StepTimes:
-    """Seconds, one entry a repetition: whole engine steps, the products alone, reads of as many bytes."""
-
-    steps: list[float]
-    products: list[float]
-    reads: list[float]
 
 
 def measure(llm: LLM, context: int, repetitions: int) -> dict[str, Any]:
@@ -42,25 +34,23 @@ def measure(llm: LLM, context: int, repetitions: int) -> dict[str, Any]:
             f"{llm.max_context}"
         )
     products = _products(llm)
-    times = _interleave(llm, context, repetitions, products)
-    step, alone, read = (median(x) * 1e3 for x in (times.steps, times.products, times.reads))
+    times = _times(llm, context, repetitions, products)
+    step, alone, read = (times.ms(name) for name in ("step", "products", "reads"))
     weights = sum(m.nbytes for m, _ in products)
     return {
         "benchmark": "step",
         "context": context,
-        "repetitions": repetitions,
-        "threads": torch.get_num_threads(),
         "dtype": str(llm.engine.model.dtype).removeprefix("torch."),
         "step_ms": step,
-        "step_ms_min": min(times.steps) * 1e3,
-        "step_ms_max": max(times.steps) * 1e3,
+        "step_ms_min": min(times.of("step")) * 1e3,
+        "step_ms_max": max(times.of("step")) * 1e3,
         "products_ms": alone,
         "tokens_per_second": 1e3 / step,
-        "fraction_of_products_alone": ratio(times.products, times.steps),
+        "fraction_of_products_alone": times.ratio("products", "step"),
         "product_bytes": weights,
         "products_gb_per_s": weights / alone / 1e6,
         "read_gb_per_s": weights / read / 1e6,
-        "torch": torch.__version__,
+        **provenance(repetitions, rounds.WARM_UP),
     }
 
 
@@ -81,7 +71,8 @@ def _products(llm: LLM) -> list[tuple[Linear, Tensor]]:
 
 
 @torch.inference_mode()
-def _interleave(llm: LLM, context: int, repetitions: int, products: list[tuple[Linear, Tensor]]) -> StepTimes:
+def _times(llm: LLM, context: int, repetitions: int, products: list[tuple[Linear, Tensor]]) -> Times:
+    """Whole steps of the engine, the products alone, and reads of as many bytes."""
     generator = torch.Generator().manual_seed(0)
     prompt = torch.randint(0, llm.config.vocab_size, (context,), generator=generator).tolist()
     params = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=repetitions + 3).resolve({})
@@ -94,6 +85,7 @@ def _interleave(llm: LLM, context: int, repetitions: int, products: list[tuple[L
 
     while not request.output_ids:  # the prefill
         llm.engine.step()
-    steps, alone, reads = interleaved(repetitions, llm.engine.step, run_products, reader)
+    works = {"step": Work(llm.engine.step), "products": Work(run_products), "reads": Work(reader)}
+    times = rounds.run(works, repetitions)
     llm.engine.abort(request)
-    return StepTimes(steps, alone, reads)
+    return times

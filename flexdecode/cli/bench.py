@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from json import dumps
+from pathlib import Path
+from typing import Annotated, Any
 
 import typer
 
-from flexdecode.cli import machine
 from flexdecode.cli.options import EngineOptions, Json, Model
 from flexdecode.cli.output import Bars, print_report, write_json, write_text
+from flexdecode.cli.text import note
 from flexdecode.cli.verb import option, verb
 
 NAME = "bench"
@@ -32,40 +34,94 @@ def step(
 
     with Bars() as bars:
         llm = engine.load(model, bars)
-        row = {"model": model, "cpu": machine.cpu()["model"], **measure(llm, context, repetitions)}
+        row = {"model": model, **measure(llm, context, repetitions)}
     if json:
         write_json(row)
     else:
         print_report(row, f"{model}: one step at {context} tokens of context")
 
 
-@app.command("kernels", help="Decode attention against its reference and against the rate at which memory is read.")
+@app.command("kernels", help="Attention alone: against its reference, against what the machine gives, beside others.")
 @verb
 def kernels(
-    lengths: Annotated[str, option("--lengths", help="Keys, separated by commas.")] = "4096,32768,131072",
+    only: Annotated[
+        str, option("--only", help="Sections, separated by commas.")
+    ] = "decode,int8,masks,plan,prefill,verify",
+    lengths: Annotated[
+        str, option("--lengths", help="Keys, separated by commas.")
+    ] = "4096,8192,16384,32768,65536,131072",
     head_dims: Annotated[str, option("--head-dims", help="Sizes of a head, separated by commas.")] = "64,80,96,128,256",
     groups: Annotated[str, option("--groups", help="Query heads a kv head, separated by commas.")] = "1,3,4,7,8",
     repetitions: Annotated[int, option("--repetitions", help="Timed calls.")] = 20,
-    threads: Annotated[int | None, option("--threads", help="CPU threads; torch's choice by default.")] = None,
+    threads: Annotated[
+        str, option("--threads", metavar="all|N,…", help="CPU threads; torch's choice by default.")
+    ] = "all,1",
+    out: Annotated[
+        Path | None,
+        option("--out", help="Write the rows here, too; a whole run replaces the file.", show_default=False),
+    ] = None,
     json: Json = False,
 ) -> None:
-    numbers = [
-        _numbers(name, text) for name, text in (("lengths", lengths), ("head-dims", head_dims), ("groups", groups))
-    ]
+    if repetitions < 1:
+        raise ValueError(f"--repetitions {repetitions} must be at least 1")
+    axes = (_numbers("lengths", lengths), _numbers("head-dims", head_dims), _numbers("groups", groups))
     import torch
 
-    from flexdecode.benchmark.kernels import bench_decode, decode_cases
+    from flexdecode.benchmark.cases import cases
+    from flexdecode.benchmark.kernels import bench
 
-    if threads is not None:
-        torch.set_num_threads(threads)
-    for row in bench_decode(decode_cases(*numbers), repetitions):
-        if json:
-            write_json({"cpu": machine.cpu()["model"], **row}, indent=None)
+    every = "all" in threads.split(",")
+    counts = _numbers("threads", threads.replace("all", str(torch.get_num_threads())) if every else threads)
+    chosen = cases(only.split(","), *axes)
+    failed = 0
+    with _Rows(out, json) as rows:
+        for row in bench(chosen, repetitions, list(dict.fromkeys(counts))):
+            failed += "failure" in row
+            rows.add(row)
+    if failed:
+        raise ValueError(f"{failed} of {rows.count} rows failed; each says why")
+
+
+class _Rows:
+    """Where rows go as they are measured: to stdout as a table or as lines of JSON, and to a file.
+
+    The file is written under a name ending in .part, which a run that ends well takes away; one that does not leaves
+    the rows that it has measured there.
+    """
+
+    def __init__(self, path: Path | None, json: bool) -> None:
+        self._path, self._json = path, json
+        self._part = None if path is None else path.with_name(path.name + ".part")
+        self._file = None if self._part is None else self._part.open("w", encoding="utf-8")
+        self._heading = ""
+        self.count = 0
+
+    def add(self, row: dict[str, Any]) -> None:
+        from flexdecode.benchmark.table import heading, line
+
+        self.count += 1
+        if self._file is not None:
+            self._file.write(dumps(row, allow_nan=False) + "\n")
+            self._file.flush()
+        if self._json:
+            write_json(row, indent=None)
+            return
+        if heading(row) != self._heading:
+            write_text(("\n" if self._heading else "") + heading(row) + "\n")
+            self._heading = heading(row)
+        write_text(line(row) + "\n")
+
+    def __enter__(self) -> _Rows:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if self._file is None or self._part is None or self._path is None:
+            return
+        self._file.close()
+        if kind is None:
+            self._part.replace(self._path)
         else:
-            write_text(
-                f"{row['kernel']}: {row['ms']:.2f} ms, {row['gb_per_s']:.1f} of {row['read_gb_per_s']:.1f} GB/s "
-                f"({row['fraction_of_read']:.0%}), {row['times_sdpa']:.0f} x sdpa, error {row['error']:.1e}\n"
-            )
+            note(f"broken off: the rows measured so far ({self.count}) are in {self._part}")
 
 
 def _numbers(name: str, text: str) -> list[int]:

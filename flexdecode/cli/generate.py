@@ -12,7 +12,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from flexdecode.cli.answer import as_data, receive, stats_line
-from flexdecode.cli.explain import explain, has_chat_template
+from flexdecode.cli.explain import (
+    Watch,
+    explain,
+    explanation_data,
+    explanation_lines,
+    has_chat_template,
+    last_step,
+)
 from flexdecode.cli.options import EngineOptions, Json, Model, SamplingOptions, Verbose
 from flexdecode.cli.output import Bars, write_json, write_text
 from flexdecode.cli.text import clean, note, read_prompt
@@ -57,6 +64,10 @@ def command(
             show_default=False,
         ),
     ] = None,
+    explain_step: Annotated[
+        bool,
+        option("--explain", help="Say what the last step read, the floor that this sets, and the time taken."),
+    ] = False,
     json: Json = False,
     verbose: Verbose = False,
 ) -> None:
@@ -70,8 +81,9 @@ def command(
         chat = not raw and (system is not None or has_chat_template(llm))
         if verbose:
             explain(llm, params, chat)
-        answer = receive(_start(llm, text, system, params, chat), _writer(bars, silent=json))
-    _finish(answer, llm, model, json, logprobs is not None)
+        watch = Watch(_start(llm, text, system, params, chat))
+        answer = receive(iter(watch), _writer(bars, silent=json))
+    _finish(answer, llm, model, json, logprobs is not None, watch if explain_step else None)
 
 
 def _start(llm: LLM, text: str, system: str | None, params: SamplingParams, chat: bool) -> Iterator[Chunk]:
@@ -90,9 +102,12 @@ def _writer(bars: Bars, silent: bool) -> Any:
     return write
 
 
-def _finish(answer: Answer, llm: LLM, model: str, json: bool, with_logprobs: bool) -> None:
+def _finish(answer: Answer, llm: LLM, model: str, json: bool, with_logprobs: bool, watch: Watch | None) -> None:
     if json:
-        write_json({**as_data(answer), "model": {"name": model, **llm.describe()}}, indent=None)
+        data = {**as_data(answer), "model": {"name": model, **llm.describe()}}
+        if watch is not None:
+            data["explanation"] = explanation_data(last_step(llm, answer.stats), watch.median_seconds)
+        write_json(data, indent=None)
     else:
         write_text("\n")
         if with_logprobs:
@@ -100,6 +115,9 @@ def _finish(answer: Answer, llm: LLM, model: str, json: bool, with_logprobs: boo
                 note(line)
         if answer.stats is not None:
             note(stats_line(answer.stats))
+        if watch is not None and not answer.interrupted:
+            for line in explanation_lines(last_step(llm, answer.stats), watch.median_seconds):
+                note(line)
     if answer.interrupted:
         raise typer.Exit(130)
 

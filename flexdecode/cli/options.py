@@ -64,6 +64,19 @@ class EngineOptions:
     attention: Annotated[
         str, option("--attention", help="Attention backend; one that cannot serve is an error.", panel=ENGINE)
     ] = "auto"
+    mask: Annotated[
+        str | None,
+        option(
+            "--mask",
+            metavar="EXPR|FILE.py:NAME",
+            help="Which keys a token sees, beside the model's own mask: 'window(4096) | sinks(4)', or a function.",
+            panel=ENGINE,
+            show_default=False,
+        ),
+    ] = None
+    replace_mask: Annotated[
+        bool, option("--replace-mask", help="Let --mask replace the model's own mask.", panel=ENGINE)
+    ] = False
     max_context: Annotated[
         int | None,
         option(
@@ -94,6 +107,8 @@ class EngineOptions:
             kv_dtype=self.kv_dtype,
             device=self.device,
             attention=self.attention,
+            mask=self.mask,
+            replace_mask=self.replace_mask,
             max_context=self.max_context,
             threads=self.threads,
             revision=self.revision,

@@ -30,7 +30,7 @@ _AVX512 = "-mavx512f -mavx512bw -mavx512vl -mavx512dq -mavx2 -mfma -mf16c".split
 # By machine, in the order of preference: name and flags.
 ISAS: dict[str, dict[str, list[str]]] = {
     "x86_64": {
-        "avx512bf16": [*_AVX512, "-mavx512bf16"],
+        "avx512bf16": [*_AVX512, "-mavx512bf16", "-mavx512vnni"],
         "avx512": _AVX512,
         "avx2": "-mavx2 -mfma -mf16c".split(),
         "portable": ["-DFLEX_PORTABLE"],

@@ -13,10 +13,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from flexdecode.attention import masks, scores
-from flexdecode.attention.attend import Backends, Request, choose_phases, missing_kernels
+from flexdecode.attention.attend import Backends, choose_phases, missing_kernels
 from flexdecode.attention.cache import CacheLayer, KVCache, Slots
+from flexdecode.attention.masks import Mask
+from flexdecode.attention.mods import Mods
 from flexdecode.attention.plan import plan_attention
+from flexdecode.attention.request import Request
 from flexdecode.config import AttentionConfig, FlexdecodeWarning, LayerConfig, MlpConfig, ModelConfig
 from flexdecode.models.attention import Attention, Step
 from flexdecode.models.linear import Linear, linear
@@ -54,11 +56,18 @@ class Decoder(nn.Module):
     """Token ids of one step to hidden states, and hidden states to logits."""
 
     def __init__(
-        self, config: ModelConfig, loader: WeightLoader, attention: str = "auto", kv_dtype: torch.dtype | None = None
+        self,
+        config: ModelConfig,
+        loader: WeightLoader,
+        attention: str = "auto",
+        kv_dtype: torch.dtype | None = None,
+        mods: Mods | None = None,
     ) -> None:
         super().__init__()
         self.config, self.dtype, self.device = config, loader.dtype, loader.device
         self.kv_dtype = kv_dtype or loader.dtype
+        self.mods = mods or Mods()
+        self.masks = tuple(self.mods.mask_of(layer.attention) for layer in config.layers)
         # Refuse what no backend serves before the first weight is read.
         requests = [self._request(layer.attention) for layer in config.layers]
         backends = [choose_phases(request, attention) for request in requests]
@@ -84,7 +93,7 @@ class Decoder(nn.Module):
         self.head = self._head(loader)
 
     def _request(self, a: AttentionConfig) -> Request:
-        score = scores.softcap(a.softcap) if a.softcap else None
+        score = self.mods.score_of(a)
         return Request(a.heads, a.kv_heads, a.head_dim, self.dtype, self.kv_dtype, self.device.type, score, a.sinks)
 
     def _layer(self, i: int, config: LayerConfig, loader: WeightLoader, backend: Backends, rope: int | None) -> Layer:
@@ -123,8 +132,8 @@ class Decoder(nn.Module):
 
     def cache_layers(self) -> list[CacheLayer]:
         """What a KVCache for this decoder must hold."""
-        layers = [x.attention for x in self.config.layers]
-        return [CacheLayer(a.kv_heads, a.head_dim, masks.of(a)) for a in layers]
+        layers = zip(self.config.layers, self.masks, strict=True)
+        return [CacheLayer(x.attention.kv_heads, x.attention.head_dim, mask) for x, mask in layers]
 
     def rope_regime(self, length: int) -> tuple[int, ...]:
         """Changes with the length of a sequence where its cached keys become stale (dynamic and long rope)."""
@@ -140,10 +149,19 @@ class Decoder(nn.Module):
         lengths = [cache.length(s) for s in sequences]
         spans = [torch.arange(length - n, length) for length, n in zip(lengths, counts, strict=True)]
         positions_T = torch.cat(spans).to(self.device)
-        plans = tuple(plan_attention(cache, sequences, counts, group.mask) for group in cache.groups)
+        # A request's tokens do not depend on its neighbours, so a mod's b says nothing of them.
+        batch = [0] * len(sequences)
+        plans = tuple(
+            plan_attention(cache, sequences, counts, group.mask, heads=self._heads(group.mask), batch=batch)
+            for group in cache.groups
+        )
         whole = [max(a, b) for a, b in zip(lengths, final, strict=True)]
         tables = tuple(rope.tables(positions_T, whole, list(counts)) for rope in self.ropes)
         return Step(cache, slots, plans, tables)
+
+    def _heads(self, mask: Mask) -> int:
+        """Query heads of the layers under a mask."""
+        return self.config.layers[self.masks.index(mask)].attention.heads
 
     def forward(self, tokens_T: Tensor, step: Step) -> Tensor:
         """Final hidden states [T, D], normalized."""

@@ -1,4 +1,4 @@
-"""What attention is held against: the formula in fp64, caches filled in awkward ways, and masks with holes.
+"""What attention is held against: the formula in fp64, caches filled in awkward ways, and awkward masks.
 
 Shape letters as in the package; Q queries of one sequence, L its keys.
 """
@@ -8,20 +8,22 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from flexdecode.attention.attend import Backend, attend
+from flexdecode.attention.attend import attend
 from flexdecode.attention.backends.cpu import Cpu
 from flexdecode.attention.backends.reference import Reference
 from flexdecode.attention.backends.sdpa import Sdpa
 from flexdecode.attention.cache import CacheLayer, KVCache
-from flexdecode.attention.masks import UNBOUNDED, Mask, Span, causal, chunked, window
+from flexdecode.attention.masks import Ints, Mask, Queries, Seen, causal, chunked, window
 from flexdecode.attention.pages import GIVEN_BACK
 from flexdecode.attention.plan import plan_attention
+from flexdecode.attention.request import Backend
 from flexdecode.attention.scores import ScoreMod
 
 BACKENDS: tuple[Backend, ...] = (Reference(), Sdpa(), Cpu())
@@ -30,7 +32,7 @@ ROUNDOFF = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0
 
 @dataclass(frozen=True)
 class Holes(Mask):
-    """Causal, but every `period`-th query sees nothing at all. `exact` says so in the span, too."""
+    """Causal, but every `period`-th query sees nothing at all. `exact` says so for blocks, too."""
 
     period: int
     exact: bool = False
@@ -38,18 +40,16 @@ class Holes(Mask):
     def __call__(self, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         return (kv_idx <= q_idx) & (q_idx % self.period != 0)
 
-    def span(self, q: int) -> Span:
-        if not self.exact:
-            return Span(0, q + 1, False)
-        return Span(0, 0 if q % self.period == 0 else q + 1, True)
-
-    def horizon(self, q: int) -> int:
-        return 0
+    def sees(self, q: Queries, first_N: Ints, stop_N: Ints) -> Seen:
+        lone = q.stop - q.first == 1
+        blind = self.exact and lone and q.first % self.period == 0
+        every = self.exact and lone and not blind
+        return Seen((first_N < q.stop) & (not blind), (stop_N <= q.first + 1) & every)
 
 
 @dataclass(frozen=True)
 class Stripes(Mask):
-    """Causal, every `step`-th key from `first` on: not an interval."""
+    """Causal, every `step`-th key from `first` on: not an interval, and it cannot answer for a block."""
 
     step: int
     first: int = 0
@@ -57,11 +57,8 @@ class Stripes(Mask):
     def __call__(self, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         return (kv_idx <= q_idx) & (kv_idx % self.step == 0) & (kv_idx >= self.first)
 
-    def span(self, q: int) -> Span:
-        return Span(0, q + 1, False)
-
-    def horizon(self, q: int) -> int:
-        return 0
+    def sees(self, q: Queries, first_N: Ints, stop_N: Ints) -> Seen:
+        return Seen(first_N < q.stop, np.zeros(len(first_N), np.bool_))
 
 
 @dataclass(frozen=True)
@@ -73,11 +70,97 @@ class Keys(Mask):
     def __call__(self, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         return kv_idx >= self.first
 
-    def span(self, q: int) -> Span:
-        return Span(0, UNBOUNDED, False)
+    def sees(self, q: Queries, first_N: Ints, stop_N: Ints) -> Seen:
+        return Seen(np.ones(len(first_N), np.bool_), np.zeros(len(first_N), np.bool_))
 
-    def horizon(self, q: int) -> int:
-        return 0
+
+@dataclass(frozen=True)
+class Ends(Mask):
+    """Causal, the first `first` keys and the last `last`: what lies between, no later query sees."""
+
+    first: int
+    last: int
+
+    def __call__(self, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        return (kv_idx <= q_idx) & ((kv_idx < self.first) | (q_idx - kv_idx < self.last))
+
+    def sees(self, q: Queries, first_N: Ints, stop_N: Ints) -> Seen:
+        some = (first_N < self.first) | (stop_N > q.first - self.last + 1)
+        every = (stop_N <= self.first) | (first_N >= q.stop - self.last)
+        return Seen((first_N < q.stop) & some, (stop_N <= q.first + 1) & every)
+
+
+@dataclass(frozen=True)
+class ByBatch(Mask):
+    """Causal, without every (b + 2)-th key."""
+
+    def __call__(self, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        return (kv_idx <= q_idx) & (kv_idx % (b + 2) != 0)
+
+    def sees(self, q: Queries, first_N: Ints, stop_N: Ints) -> Seen:
+        return Seen(first_N < q.stop, np.zeros(len(first_N), np.bool_))
+
+
+@dataclass(frozen=True)
+class ByHead(Mask):
+    """Head h has the mask number h modulo how many there are. `opaque`: it cannot say which, as a user's function."""
+
+    masks: tuple[Mask, ...]
+    opaque: bool = False
+
+    def __call__(self, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        shown = self.masks[0](b, h, q_idx, kv_idx)
+        for i, mask in enumerate(self.masks[1:], start=1):
+            shown = torch.where(h % len(self.masks) == i, mask(b, h, q_idx, kv_idx), shown)
+        return shown
+
+    def sees(self, q: Queries, first_N: Ints, stop_N: Ints) -> Seen:
+        seen = [mask.sees(q, first_N, stop_N) for mask in self.masks]
+        return Seen(np.any([s.some for s in seen], axis=0), np.all([s.every for s in seen], axis=0))
+
+    @property
+    def per_head(self) -> bool:
+        return True
+
+    def head(self, h: int) -> Mask:
+        return self if self.opaque else self.masks[h % len(self.masks)]
+
+
+@dataclass(frozen=True)
+class Blurred(Mask):
+    """What `inner` shows, by a mask that cannot answer for any block."""
+
+    inner: Mask
+
+    def __call__(self, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        return self.inner(b, h, q_idx, kv_idx)
+
+    def sees(self, q: Queries, first_N: Ints, stop_N: Ints) -> Seen:
+        return Seen(np.ones(len(first_N), np.bool_), np.zeros(len(first_N), np.bool_))
+
+    @property
+    def per_head(self) -> bool:
+        return self.inner.per_head
+
+    def head(self, h: int) -> Mask:
+        return Blurred(self.inner.head(h))
+
+
+@dataclass(frozen=True)
+class Counting(Mask):
+    """What `inner` shows, keeping count: blocks that were asked for, and keys that were evaluated, by call."""
+
+    inner: Mask
+    blocks: list[int] = field(default_factory=list, compare=False)
+    keys: list[int] = field(default_factory=list, compare=False)
+
+    def __call__(self, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        self.keys.append(kv_idx.numel())
+        return self.inner(b, h, q_idx, kv_idx)
+
+    def sees(self, q: Queries, first_N: Ints, stop_N: Ints) -> Seen:
+        self.blocks.append(len(first_N))
+        return self.inner.sees(q, first_N, stop_N)
 
 
 MASKS: dict[str, Mask] = {
@@ -87,46 +170,47 @@ MASKS: dict[str, Mask] = {
     "chunked16": causal() & chunked(16),
     "keys": Keys(3),
     "all": window(100_000),  # no causality: every query sees every key
+    "ends": Ends(20, 40),
+    "by_batch": ByBatch(),
+    "by_head": ByHead((causal(), causal() & window(9), Stripes(3))),
+    "function_of_heads": ByHead((causal() & window(33), Holes(2)), opaque=True),
 }
 
 
-def visible(mask: Mask, positions: Tensor, length: int) -> Tensor:
-    """bool [Q, L], by asking the mask for each pair."""
-    zero = torch.tensor(0)
-    seen = mask(zero, zero, positions[:, None], torch.arange(length)[None, :])
-    return seen.expand(len(positions), length)
+def visible(mask: Mask, positions: Tensor, length: int, *, heads: int | None = None, batch: int = 0) -> Tensor:
+    """bool [Q, L], or [H, Q, L] for so many heads, by asking the mask for each."""
+    h = torch.tensor(0) if heads is None else torch.arange(heads)[:, None, None]
+    seen = mask(torch.tensor(batch), h, positions[:, None], torch.arange(length)[None, :])
+    return seen.expand(*(() if heads is None else (heads,)), len(positions), length)
 
 
 def dense(
     q_QHD: Tensor,
     k_LCD: Tensor,
     v_LCD: Tensor,
-    visible_QL: Tensor,
+    visible_HQL: Tensor,
     *,
     scale: float | None = None,
     score: ScoreMod | None = None,
     sinks_H: Tensor | None = None,
     positions_Q: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """softmax(q k^T scale) v with nothing shared, skipped or rounded: out fp64 [Q, H, D], lse fp64 [Q, H]."""
-    queries, heads, dim = q_QHD.shape
+    """softmax(q k^T scale) v with nothing shared, skipped or rounded: out fp64 [Q, H, D], lse fp64 [Q, H]. What is
+    visible may be [Q, L] for all heads."""
+    _, heads, dim = q_QHD.shape
     group = heads // k_LCD.shape[1]
-    out = torch.zeros(queries, heads, v_LCD.shape[2], dtype=torch.float64)
-    lse = torch.full((queries, heads), float("-inf"), dtype=torch.float64)
-    for h in range(heads):
-        k, v = k_LCD[:, h // group].double(), v_LCD[:, h // group].double()
-        s_QL = q_QHD[:, h].double() @ k.T * (dim**-0.5 if scale is None else scale)
-        if score is not None:
-            assert positions_Q is not None
-            kv_idx = torch.arange(len(k))[None, :]
-            s_QL = score(s_QL, torch.tensor(0), torch.tensor(h), positions_Q[:, None], kv_idx)
-        for i in range(queries):
-            s = s_QL[i][visible_QL[i]]
-            terms = s if sinks_H is None else torch.cat([s, sinks_H[h].double()[None]])
-            if len(terms):
-                lse[i, h] = terms.logsumexp(0)
-                out[i, h] = (s - lse[i, h]).exp() @ v[visible_QL[i]]
-    return out, lse
+    k_HLD, v_HLD = (x.double().repeat_interleave(group, 1).transpose(0, 1) for x in (k_LCD, v_LCD))
+    s_HQL = q_QHD.double().transpose(0, 1) @ k_HLD.mT * (dim**-0.5 if scale is None else scale)
+    if score is not None:
+        assert positions_Q is not None
+        h, kv_idx = torch.arange(heads)[:, None, None], torch.arange(len(k_LCD))
+        s_HQL = score(s_HQL, torch.tensor(0), h, positions_Q[:, None], kv_idx)
+    s_HQL = s_HQL.masked_fill(~visible_HQL, -math.inf)
+    lse_HQ = s_HQL.logsumexp(-1)
+    if sinks_H is not None:
+        lse_HQ = torch.logaddexp(lse_HQ, sinks_H.double()[:, None])
+    p_HQL = (s_HQL - lse_HQ.nan_to_num(neginf=0.0)[..., None]).exp()
+    return (p_HQL @ v_HLD).transpose(0, 1), lse_HQ.T
 
 
 def tolerance(dtype: torch.dtype, weighted: Tensor) -> Tensor:
@@ -219,7 +303,7 @@ def queries(q_lens: Sequence[int], heads: int, dim: int, dtype: torch.dtype = to
 
 def run(f: Filled, q_THD: Tensor, q_lens: Sequence[int], mask: Mask, backend: Backend, **options: Any) -> Tensor:
     """attend over all sequences of `f`."""
-    plan = plan_attention(f.cache, f.sequences, q_lens, mask)
+    plan = plan_attention(f.cache, f.sequences, q_lens, mask, heads=q_THD.shape[1])
     out = attend(q_THD, f.cache, 0, plan, backend=backend, **options)
     assert isinstance(out, Tensor)
     return out
@@ -230,8 +314,8 @@ def check(
 ) -> None:
     """Every row within `tolerance` of the formula. `slack` is how far a score may be off, where scores are large."""
     row = 0
-    for k, v, count in zip(f.k, f.v, q_lens, strict=True):
-        seen = visible(mask, torch.arange(len(k) - count, len(k)), len(k))
+    for i, (k, v, count) in enumerate(zip(f.k, f.v, q_lens, strict=True)):
+        seen = visible(mask, torch.arange(len(k) - count, len(k)), len(k), heads=q_THD.shape[1], batch=i)
         q = q_THD[row : row + count]
         wanted, _ = dense(q, k, v, seen, **options)
         weighted, _ = dense(q, k, v.abs(), seen, **options)
@@ -240,6 +324,25 @@ def check(
         limit = tolerance(q_THD.dtype, weighted) + weighted * math.expm1(2 * slack)
         assert bool(((got.double() - wanted).abs() <= limit).all())
         row += count
+
+
+def slots_of(cache: KVCache, layer: int, sequence: int, start: int, stop: int) -> Ints:
+    """Where keys start … stop - 1 of a sequence lie in a layer; an error where one was given back."""
+    return cache.groups[cache.group_of[layer]].slots(sequence, np.arange(start, stop))
+
+
+def held(
+    cache: KVCache, layer: int, sequence: int, start: int, stop: int, dtype: torch.dtype = torch.float32
+) -> tuple[Tensor, Tensor]:
+    """Keys and values [C, L, D] of positions start … stop - 1, read back."""
+    return cache.kv(layer).read(slots_of(cache, layer, sequence, start, stop), dtype)
+
+
+def overwrite(cache: KVCache, layer: int, slots_L: Ints, value: float) -> None:
+    """Put `value` over keys and values of a layer, whatever they are stored as."""
+    kv, slots = cache.kv(layer), torch.from_numpy(slots_L)
+    for data, scale in ((kv.k_CSD, kv.k_scale_CS), (kv.v_CSD, kv.v_scale_CS)):
+        (data if scale is None else scale)[:, slots] = value
 
 
 def fill_unused(cache: KVCache, value: float) -> None:
@@ -251,8 +354,10 @@ def fill_unused(cache: KVCache, value: float) -> None:
             for logical, number in enumerate(group.table(sequence)):
                 if number != GIVEN_BACK:
                     unused[number, : max(0, length - logical * cache.page)] = False
-        for storage in (cache._k[layer], cache._v[layer]):
-            if storage.scale_CS is not None:
-                storage.scale_CS[:, unused.flatten()] = value
-            else:
-                storage.data_CSD[:, unused.flatten()] = value
+        overwrite(cache, layer, np.flatnonzero(unused.flatten().numpy()), value)
+
+
+def state(cache: KVCache) -> Any:
+    """All that a cache knows of its sequences and pages."""
+    tables = [[g.table(s) for s in sorted(cache.lengths)] for g in cache.groups]
+    return cache.lengths, tables, [sorted(g._free) for g in cache.groups], [list(g._references) for g in cache.groups]

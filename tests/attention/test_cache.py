@@ -1,26 +1,22 @@
-"""KVCache: what was written is read back, by whichever way the sequence came to hold it.
-
-The model of the state machine is a list of token numbers for each sequence; a token's keys and values are a function
-of its number, so any page read by the wrong name shows.
-"""
+"""KVCache: what was written is read back in every storage type, and what cannot be appended changes nothing."""
 
 from __future__ import annotations
 
 import math
-from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from torch import Tensor
 
 from flexdecode.attention.cache import KV_DTYPES, CacheLayer, KVCache, bytes_per_token
 from flexdecode.attention.masks import causal, chunked, window
-from flexdecode.attention.pages import GIVEN_BACK, OutOfPagesError
+from flexdecode.attention.pages import OutOfPagesError
+from tests.attention.dense import held, state
 
-# Two layers to one group, one each to the others; every shape different.
+# Two layers to one group; every shape different.
 LAYERS = (
     CacheLayer(2, 3, causal(), v_head_dim=2),
     CacheLayer(1, 4, causal() & window(5)),
@@ -29,163 +25,10 @@ LAYERS = (
 )
 
 
-def content(tokens: list[int], layer: int) -> tuple[Tensor, Tensor]:
-    """Keys and values [T, C, D] of tokens in one layer: every element a number of its own."""
-    shape = LAYERS[layer]
-    numbers = torch.tensor(tokens, dtype=torch.float32)[:, None, None] * 64
-
-    def fill(dim: int, start: int) -> Tensor:
-        return numbers + (torch.arange(shape.kv_heads * dim) + start).view(shape.kv_heads, dim)
-
-    return fill(shape.head_dim, layer), fill(shape.v_head_dim or shape.head_dim, 30 + layer)
-
-
-def state(cache: KVCache) -> Any:
-    tables = [[g.table(s) for s in sorted(cache.lengths)] for g in cache.groups]
-    return cache.lengths, tables, [sorted(g._free) for g in cache.groups], [list(g._references) for g in cache.groups]
-
-
-class CacheMachine(RuleBasedStateMachine):
-    """new, append, fork, truncate and free in any order, against plain lists."""
-
-    @initialize(page=st.sampled_from([1, 3, 16, 64]), pages=st.integers(2, 24))
-    def start(self, page: int, pages: int) -> None:
-        self.cache = KVCache(LAYERS, page * pages - page // 2, page=page, dtype=torch.float32)
-        self.page, self.pages = page, pages
-        for storage in (*self.cache._k, *self.cache._v):
-            storage.data_CSD.fill_(math.nan)
-        self.tokens: dict[int, list[int]] = {}
-        # By sequence and group: the first position that must still be readable, and how many pages are gone.
-        self.kept: dict[int, list[int]] = {}
-        self.gone: dict[int, list[int]] = {}
-        self.count = 0
-
-    def some(self, data: st.DataObject) -> int:
-        return data.draw(st.sampled_from(sorted(self.tokens)))
-
-    @rule()
-    def new(self) -> None:
-        sequence = self.cache.new()
-        assert sequence not in self.tokens
-        self.tokens[sequence] = []
-        self.kept[sequence], self.gone[sequence] = [0] * 3, [0] * 3
-
-    @precondition(lambda self: self.tokens)
-    @rule(data=st.data())
-    def append(self, data: st.DataObject) -> None:
-        chosen = data.draw(st.lists(st.sampled_from(sorted(self.tokens)), min_size=1, max_size=3, unique=True))
-        counts = [data.draw(st.integers(0, 2 * self.page + 1)) for _ in chosen]
-        before = state(self.cache)
-        needs = [sum(self.need(g, s, n) for s, n in zip(chosen, counts, strict=True)) for g in range(3)]
-        try:
-            slots = self.cache.append(chosen, counts)
-        except OutOfPagesError:
-            assert state(self.cache) == before
-            assert any(need > g.free_pages for need, g in zip(needs, self.cache.groups, strict=True))
-            return
-        fresh = list(range(self.count, self.count + sum(counts)))
-        self.count += sum(counts)
-        for layer in range(len(LAYERS)):
-            self.cache.write(layer, slots, *content(fresh, layer))
-        for sequence, n in zip(chosen, counts, strict=True):
-            for i, group in enumerate(self.cache.groups):
-                horizon = group.mask.horizon(len(self.tokens[sequence]))
-                self.kept[sequence][i] = max(self.kept[sequence][i], horizon)
-                self.gone[sequence][i] = max(self.gone[sequence][i], horizon // self.page)
-            self.tokens[sequence] += fresh[:n]
-            fresh = fresh[n:]
-
-    def need(self, group: int, sequence: int, count: int) -> int:
-        """Pages for `count` more tokens: new ones, and a copy where the last one is shared and partly filled."""
-        length, table = len(self.tokens[sequence]), self.cache.groups[group].table(sequence)
-        more = math.ceil((length + count) / self.page) - math.ceil(length / self.page)
-        holders = sum(table[-1:] == self.cache.groups[group].table(s)[len(table) - 1 :][:1] for s in self.tokens)
-        return more + (1 if count and length % self.page and holders > 1 else 0)
-
-    @precondition(lambda self: self.tokens)
-    @rule(data=st.data())
-    def fork(self, data: st.DataObject) -> None:
-        sequence = self.some(data)
-        free = [g.free_pages for g in self.cache.groups]
-        twin = self.cache.fork(sequence)
-        assert twin not in self.tokens
-        assert [g.free_pages for g in self.cache.groups] == free
-        self.tokens[twin] = list(self.tokens[sequence])
-        self.kept[twin], self.gone[twin] = list(self.kept[sequence]), list(self.gone[sequence])
-
-    @precondition(lambda self: self.tokens)
-    @rule(data=st.data())
-    def truncate(self, data: st.DataObject) -> None:
-        sequence = self.some(data)
-        length = data.draw(st.integers(0, len(self.tokens[sequence])))
-        pages = math.ceil(length / self.page)
-        horizons = [g.mask.horizon(length) for g in self.cache.groups]
-        gone = self.gone[sequence]
-        lost = any(h // self.page < min(g, pages) for h, g in zip(horizons, gone, strict=True))
-        before = state(self.cache)
-        if lost:
-            with pytest.raises(ValueError, match=f"cannot truncate to {length} tokens"):
-                self.cache.truncate(sequence, length)
-            assert state(self.cache) == before
-            return
-        self.cache.truncate(sequence, length)
-        del self.tokens[sequence][length:]
-        self.kept[sequence] = [min(k, h) for k, h in zip(self.kept[sequence], horizons, strict=True)]
-        self.gone[sequence] = [min(g, pages) for g in gone]
-
-    @precondition(lambda self: self.tokens)
-    @rule(data=st.data())
-    def free(self, data: st.DataObject) -> None:
-        sequence = self.some(data)
-        self.cache.free(sequence)
-        del self.tokens[sequence], self.kept[sequence], self.gone[sequence]
-
-    @invariant()
-    def lengths_agree(self) -> None:
-        if hasattr(self, "cache"):
-            assert self.cache.lengths == {s: len(t) for s, t in self.tokens.items()}
-
-    @invariant()
-    def all_that_a_query_may_need_reads_back(self) -> None:
-        if not hasattr(self, "cache"):
-            return
-        for sequence, tokens in self.tokens.items():
-            for layer in range(len(LAYERS)):
-                group = self.cache.group_of[layer]
-                first = self.kept[sequence][group]
-                run = self.cache.locate(group, sequence, first, len(tokens))
-                for got, wanted in zip(
-                    self.cache.read(layer, run, torch.float32), content(tokens[first:], layer), strict=True
-                ):
-                    assert torch.equal(got, wanted.transpose(0, 1)), f"sequence {sequence}, layer {layer}"
-
-    @invariant()
-    def every_page_is_held_or_free(self) -> None:
-        if not hasattr(self, "cache"):
-            return
-        for i, group in enumerate(self.cache.groups):
-            held = [n for s in self.tokens for n in group.table(s) if n != GIVEN_BACK]
-            assert sorted({*held, *group._free}) == list(range(self.pages))
-            assert not {*held} & {*group._free}
-            assert [held.count(n) for n in range(self.pages)] == group._references
-            for s in self.tokens:
-                assert group.table(s).count(GIVEN_BACK) == self.gone[s][i]
-
-    def teardown(self) -> None:
-        if hasattr(self, "cache"):
-            for sequence in self.tokens:
-                self.cache.free(sequence)
-            assert [g.free_pages for g in self.cache.groups] == [self.pages] * 3
-
-
-CacheMachine.TestCase.settings = settings(deadline=None, max_examples=60, stateful_step_count=30)
-TestCacheMachine = CacheMachine.TestCase
-
-
 def lone(
-    dtype: torch.dtype, length: int, *, page: int = 4, dims: tuple[int, int] = (8, 8), mask: Any = None
+    dtype: torch.dtype, length: int, *, page: int = 4, dims: tuple[int, int] = (8, 8)
 ) -> tuple[KVCache, int, Tensor, Tensor]:
-    cache = KVCache([CacheLayer(2, dims[0], mask or causal(), dims[1])], 64, page=page, dtype=dtype)
+    cache = KVCache([CacheLayer(2, dims[0], causal(), dims[1])], 64, page=page, dtype=dtype)
     generator = torch.Generator().manual_seed(length)
     k, v = (torch.randn(length, 2, dim, generator=generator) for dim in dims)
     sequence = cache.new()
@@ -198,7 +41,7 @@ def lone(
 @pytest.mark.parametrize("out", [torch.float32, torch.bfloat16])
 def test_every_storage_type(dtype: torch.dtype, dims: tuple[int, int], out: torch.dtype) -> None:
     cache, sequence, k, v = lone(dtype, 11, dims=dims)
-    for got, x_TCD in zip(cache.read(0, cache.locate(0, sequence, 0, 11), out), (k, v), strict=True):
+    for got, x_TCD in zip(held(cache, 0, sequence, 0, 11, out), (k, v), strict=True):
         assert got.dtype == out
         x_CTD = x_TCD.transpose(0, 1)
         if dtype == torch.int8:
@@ -220,7 +63,7 @@ def test_int8_is_within_half_a_step(exponent: int, row: list[float]) -> None:
     cache = KVCache([CacheLayer(1, len(row), causal())], 4, dtype=torch.int8)
     sequence = cache.new()
     cache.write(0, cache.append([sequence], [1]), x.view(1, 1, -1), x.view(1, 1, -1))
-    k, v = cache.read(0, slice(0, 1), torch.float32)
+    k, v = held(cache, 0, sequence, 0, 1)
     step = x.double().abs().max() / 127
     assert torch.equal(k, v)
     assert bool(((k.double() - x.double()).abs() <= step * 0.501 + 2e-36).all())
@@ -228,9 +71,9 @@ def test_int8_is_within_half_a_step(exponent: int, row: list[float]) -> None:
 
 def test_int8_rows_of_zeros_stay_zero_and_change_nothing_else() -> None:
     cache, sequence, _, _ = lone(torch.int8, 3)
-    before = cache.read(0, slice(0, 3), torch.float32)[0].clone()
+    before = held(cache, 0, sequence, 0, 3)[0].clone()
     cache.write(0, cache.append([sequence], [1]), torch.zeros(1, 2, 8), torch.zeros(1, 2, 8))
-    k, v = cache.read(0, slice(0, 4), torch.float32)
+    k, v = held(cache, 0, sequence, 0, 4)
     assert torch.equal(k[:, 3], torch.zeros(2, 8))
     assert torch.equal(v[:, 3], torch.zeros(2, 8))
     assert torch.equal(k[:, :3], before)
@@ -241,12 +84,12 @@ def test_int8_rows_of_zeros_stay_zero_and_change_nothing_else() -> None:
 def test_what_is_not_finite_stays_so_and_in_its_row(dtype: torch.dtype, bad: float) -> None:
     """A model gone wrong must show, not be rounded into something plausible; other tokens and heads are untouched."""
     cache, sequence, k, v = lone(dtype, 3)
-    clean = cache.read(0, slice(0, 3), torch.float32)[1].clone()
+    clean = held(cache, 0, sequence, 0, 3)[1].clone()
     v = v.clone()
     v[1, 0, 5] = bad
     cache.truncate(sequence, 0)
     cache.write(0, cache.append([sequence], [3]), k, v)
-    got = cache.read(0, slice(0, 3), torch.float32)[1]
+    got = held(cache, 0, sequence, 0, 3)[1]
     assert not bool(got[0, 1, 5].isfinite())
     got[0, 1] = clean[0, 1]
     assert torch.equal(got, clean)
@@ -255,16 +98,28 @@ def test_what_is_not_finite_stays_so_and_in_its_row(dtype: torch.dtype, bad: flo
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_lone_sequence_is_read_where_it_lies(dtype: torch.dtype) -> None:
     cache, sequence, _, _ = lone(dtype, 11)
-    for got, storage in zip(
-        cache.read(0, cache.locate(0, sequence, 3, 11), dtype), (cache._k[0], cache._v[0]), strict=True
-    ):
-        assert got.untyped_storage().data_ptr() == storage.data_CSD.untyped_storage().data_ptr()
+    kv = cache.kv(0)
+    for got, stored in zip(held(cache, 0, sequence, 3, 11, dtype), (kv.k_CSD, kv.v_CSD), strict=True):
+        assert got.data_ptr() == stored[:, 3:].data_ptr()
         assert got.stride(-1) == 1
+
+
+@pytest.mark.parametrize(
+    "slots", [[0], [5], [2, 3, 4], [4, 3, 2], [0, 2, 1, 3], [1, 1, 2], [7, 0], [3, 3, 5], []], ids=str
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int8])
+def test_slots_are_read_in_the_order_that_is_asked(slots: list[int], dtype: torch.dtype) -> None:
+    """First and last as far apart as a run's, but in the wrong order between, or twice: it is none."""
+    cache, sequence, _, _ = lone(dtype, 8)
+    whole = held(cache, 0, sequence, 0, 8)
+    for got, all_of_it in zip(cache.kv(0).read(np.array(slots, np.int64), torch.float32), whole, strict=True):
+        assert got.shape == (2, len(slots), 8)
+        assert torch.equal(got, all_of_it[:, slots])
 
 
 def test_one_page_of_one_head_is_one_run_of_memory() -> None:
     cache, _, k, _ = lone(torch.float32, 8, page=4)
-    pages = cache._k[0].data_CSD.view(2, -1, 4, 8)
+    pages = cache.kv(0).k_CSD.view(2, -1, 4, 8)
     assert pages[1, 1].is_contiguous()
     assert torch.equal(pages[1, 1], k[4:8, 1])
 
@@ -285,7 +140,7 @@ def test_truncate_then_append() -> None:
     assert cache.length(sequence) == 6
     more = torch.full((3, 2, 8), 7.0)
     cache.write(0, cache.append([sequence], [3]), more, -more)
-    got_k, got_v = cache.read(0, cache.locate(0, sequence, 0, 9), torch.float32)
+    got_k, got_v = held(cache, 0, sequence, 0, 9)
     assert torch.equal(got_k.transpose(0, 1), torch.cat([k[:6], more]))
     assert torch.equal(got_v.transpose(0, 1), torch.cat([v[:6], -more]))
 
@@ -349,8 +204,7 @@ def test_a_copied_page_is_copied_whole_and_in_its_own_layers_only(dtype: torch.d
     assert cache.groups[1].table(c) == [3]
     for layer in range(2):
         for sequence, start, wanted in ((c, 0, [3.0] * 4), (a, 9, [1.0]), (twin, 9, [1.0, 4.0])):
-            run = cache.locate(layer, sequence, start, start + len(wanted))
-            for got in cache.read(layer, run, torch.float32):
+            for got in held(cache, layer, sequence, start, start + len(wanted)):
                 torch.testing.assert_close(got.flatten(), torch.tensor(wanted))
 
 
@@ -382,5 +236,6 @@ def test_a_cache_without_room_is_refused(tokens: int, page: int) -> None:
 def test_bytes_per_token_is_what_the_storage_takes(dtype: torch.dtype) -> None:
     cache = KVCache(LAYERS, 12, page=4, dtype=dtype)
     for layer, shape in enumerate(LAYERS):
-        stored = [t for s in (cache._k[layer], cache._v[layer]) for t in (s.data_CSD, s.scale_CS) if t is not None]
-        assert sum(t.nbytes for t in stored) == 12 * bytes_per_token(shape, dtype)
+        kv = cache.kv(layer)
+        stored = [kv.k_CSD, kv.v_CSD, kv.k_scale_CS, kv.v_scale_CS]
+        assert sum(t.nbytes for t in stored if t is not None) == 12 * bytes_per_token(shape, dtype)

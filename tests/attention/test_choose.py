@@ -9,9 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from flexdecode.attention.attend import Request, choose, choose_phases, missing_kernels
+from flexdecode.attention.attend import choose, choose_phases, missing_kernels
+from flexdecode.attention.request import Call, Request
 from flexdecode.attention.scores import softcap
-from flexdecode.kernels import build, ops
+from flexdecode.kernels import build
 
 
 def plain(**changes: Any) -> Request:
@@ -22,14 +23,15 @@ def plain(**changes: Any) -> Request:
 @pytest.mark.parametrize(
     ("request_", "name"),
     [
-        (plain(), "sdpa"),
-        (plain(heads=7, kv_heads=1, head_dim=31, dtype=torch.float32, kv_dtype=torch.int8), "sdpa"),
+        (plain(), "cpu"),
+        (plain(heads=7, kv_heads=1, head_dim=31, dtype=torch.float32, kv_dtype=torch.int8), "cpu"),
         (plain(phase="few"), "cpu"),
         (plain(score=softcap(50.0)), "cpu"),
         (plain(sinks=True), "cpu"),
         (plain(return_lse=True), "cpu"),
-        (plain(score=lambda score, b, h, q, k: score), "reference"),
+        (plain(score=lambda score, b, h, q, k: score), "cpu"),
         (plain(device="cuda", phase="few"), "sdpa"),
+        (plain(dtype=torch.float64, kv_dtype=torch.float64), "sdpa"),
     ],
 )
 def test_the_first_that_can_is_chosen(request_: Request, name: str) -> None:
@@ -41,7 +43,7 @@ def test_the_first_that_can_is_chosen(request_: Request, name: str) -> None:
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"score": softcap(50.0)}, r"score modification \(Softcap\(cap=50\.0\)\)"),
+        ({"score": softcap(50.0)}, r"(?i)score modification \(softcap\((cap=)?50\.0\)\)"),
         ({"sinks": True}, "no attention sinks"),
         ({"return_lse": True}, "log-sum-exp"),
     ],
@@ -57,13 +59,16 @@ def test_a_forced_backend_that_cannot_says_why_and_prints_the_request(changes: d
 
 @dataclass(frozen=True)
 class Unable:
+    """Serves one phase or none."""
+
     name: str
     reason: str
+    serves: str = ""
 
     def unsupported(self, request: Request) -> str | None:
-        return self.reason
+        return None if request.phase == self.serves else self.reason
 
-    def run(self, *args: Any) -> tuple[Tensor, Tensor | None]:
+    def run(self, call: Call) -> tuple[Tensor, Tensor | None]:
         raise AssertionError("never chosen")
 
 
@@ -77,22 +82,26 @@ def test_where_none_can_every_reason_is_told(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_an_unknown_backend_is_answered_with_the_known() -> None:
-    with pytest.raises(ValueError, match=r"'flash' is not known \(known: auto, cpu, sdpa, reference\)"):
+    with pytest.raises(ValueError, match=r"'flash' is not known \(known: auto, cpu, sdpa, reference, flex\)"):
         choose(plain(), "flash")
 
 
-def test_phases_may_be_served_by_two() -> None:
-    assert str(choose_phases(plain())) == "cpu (few queries), sdpa (many)"
-    assert str(choose_phases(plain(), "cpu")) == "cpu"
+def test_phases_may_be_served_by_two(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert str(choose_phases(plain())) == "cpu"
     assert str(choose_phases(plain(sinks=True))) == "cpu"
     assert str(choose_phases(plain(), "reference")) == "reference"
+    backends = (Unable("one", "it is slow", serves="many"), Unable("two", "it is small", serves="few"))
+    monkeypatch.setattr("flexdecode.attention.attend.BACKENDS", backends)
+    assert str(choose_phases(plain())) == "two (few queries), one (many)"
+    with pytest.raises(ValueError, match=r"one: it is slow$"):
+        choose_phases(plain(), "one")
 
 
 def test_without_a_compiler_torch_serves_and_the_reason_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     def load() -> None:
         raise build.KernelsUnavailableError("no C++ compiler was found")
 
-    monkeypatch.setattr(ops.build, "load", load)
+    monkeypatch.setattr(build, "load", load)
     assert str(choose_phases(plain())) == "sdpa"
     assert str(choose_phases(plain(sinks=True))) == "reference"
     assert missing_kernels(plain()) == "no C++ compiler was found"

@@ -1,35 +1,171 @@
-"""The kernel benchmark checks before it measures, and counts the bytes that must be read."""
+"""The kernel benchmark checks before it measures, says what failed or was skipped, and gets its fractions right."""
 
 from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
-from flexdecode.benchmark import kernels
-from flexdecode.benchmark.kernels import DecodeCase, bench_decode, decode_cases
+from flexdecode.attention.masks import causal, mask, window
+from flexdecode.attention.scores import score
+from flexdecode.benchmark import kernels, rounds
+from flexdecode.benchmark.cases import Case, causal_in_python, distance_in_python
+from flexdecode.benchmark.ceilings import Gemm
+from flexdecode.benchmark.kernels import bench
+from flexdecode.benchmark.rounds import Times, Work
+
+DECODE = Case("decode", 200, 64, 3, kv_heads=2, beside=("sdpa", "sdpa_folded"))
+PREFILL = Case("prefill", 100, 64, 2, queries=100, kv_heads=1, beside=("sdpa",))
+MASKS = Case("masks", 200, 64, 2, kv_heads=1, planned=True)
+PLAN = replace(MASKS, section="plan", kernel="plan", planned=False)
+TWINS = [
+    replace(DECODE, section="int8", beside=(), kv_dtype=torch.int8).with_twin("bf16", kv_dtype=torch.bfloat16),
+    replace(DECODE, section="verify", beside=(), queries=4).with_twin("one_query", queries=1),
+    replace(MASKS, mask=causal() & window(64)).with_twin("outright", keys=64, mask=causal()),
+    replace(MASKS, mask=mask(causal_in_python)).with_twin("causal", mask=causal()),
+    replace(MASKS, score=score(distance_in_python)).with_twin("no_score", score=None),
+    replace(PREFILL, beside=(), mask=causal() & window(20)).with_twin("causal", mask=causal()),
+]
+EVERY_ROW = {"benchmark", "section", "kernel", "keys", "queries", "head_dim", "group", "kv_heads", "kv_dtype", "mask"}
+EVERY_ROW |= {"score", "isa", "threads", "cpu", "flexdecode", "torch", "python", "commit", "dirty", "date", "warm_up"}
+EVERY_ROW |= {"repetitions"}
+MEASURED = {"error", "checked_rows", "ms", "ms_min", "ms_max"}
 
 
-def test_a_row_states_error_and_ceiling() -> None:
-    cases = [DecodeCase(200, 64, 3, kv_heads=2), DecodeCase(130, 80, 4, kv_heads=1, kv_dtype=torch.int8, queries=3)]
-    for case, row in zip(cases, bench_decode(cases, repetitions=2), strict=True):
-        assert row["kernel"] == case.name
-        assert 0 <= row["error"] < 2e-2
-        for key in ("ms", "gb_per_s", "read_gb_per_s", "fraction_of_read", "times_sdpa"):
-            assert row[key] > 0
+@pytest.fixture(autouse=True)
+def small_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "Gemm", lambda: Gemm((8, 16, 8)))
 
 
-def test_bytes_are_keys_and_values_once() -> None:
-    (row,) = bench_decode([DecodeCase(256, 128, 4, kv_heads=2)], repetitions=1)
-    assert row["gb_per_s"] * row["ms"] * 1e6 == pytest.approx(256 * 2 * 2 * 128 * 2)
+@pytest.fixture
+def one_second_each(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
+    """Every work runs once, and takes as long as this says, or one second."""
+    seconds: dict[str, float] = {}
+
+    def run(works: Mapping[str, Work], repetitions: int, most_seconds: float | None = None) -> Times:
+        for work in works.values():
+            work.seconds()
+        return Times({name: dict.fromkeys(range(repetitions), seconds.get(name, 1.0)) for name in works})
+
+    monkeypatch.setattr(rounds, "run", run)
+    return seconds
 
 
-def test_a_wrong_kernel_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels.Cpu, "run", lambda self, q, *rest: (torch.zeros_like(q), None))
-    with pytest.raises(ValueError, match="off by"):
-        list(bench_decode([DecodeCase(64, 64, 1)], repetitions=1))
+def row_of(case: Case, repetitions: int = 2) -> dict[str, Any]:
+    (row,) = bench([case], repetitions, [1])
+    return row
 
 
-def test_the_grid_has_every_axis() -> None:
-    names = [case.name for case in decode_cases([64, 128], [64, 128], [1, 4])]
-    assert len(names) == len(set(names)) == 5
-    assert sum("int8" in name for name in names) == 1
+@pytest.mark.parametrize("case", [DECODE, PREFILL, PLAN, *TWINS])
+def test_a_row_is_complete(case: Case) -> None:
+    row = row_of(case)
+    assert set(row) >= EVERY_ROW | MEASURED
+    assert (row["warm_up"], row["repetitions"], row["threads"]) == (1, 2, 1)
+    assert 0 <= row["error"] < 2e-2
+    assert 0 < row["ms_min"] <= row["ms"] <= row["ms_max"]
+    if case.kernel == "plan":
+        assert {"fresh_plan_ms", "attention_ms", "share_of_layer", "share_of_16_layers"} <= set(row)
+    else:
+        kind = ("flops", "ceiling_gflop_per_s") if case.multiplies else ("bytes", "ceiling_gb_per_s")
+        assert {*kind, "fraction"} <= set(row)
+    for name in (*case.beside, *(name for name, _ in case.twins)):
+        assert row[f"times_{name}"] > 0
+        assert row[f"{name}_repetitions"] == 2
+        if case.planned:
+            assert {"plan_ms", f"{name}_plan_ms", f"times_{name}_planned"} <= set(row)
+    assert ("bf16_error_to_fp32" in row) == (case.kv_dtype == torch.int8)
+
+
+def test_decoding_is_a_fraction_of_reading(one_second_each: dict[str, float]) -> None:
+    one_second_each |= {"attention": 4.0, "ceiling": 3.0, "sdpa": 20.0}
+    row = row_of(DECODE)
+    count = 200 * 2 * 2 * 64 * 2
+    assert row["bytes"] == count
+    assert row["gb_per_s"] == pytest.approx(count / 4e9)
+    assert row["ceiling_gb_per_s"] == pytest.approx(count / 3e9)
+    assert row["fraction"] == pytest.approx(0.75)
+    assert row["times_sdpa"] == 5.0
+
+
+def test_prefill_is_a_fraction_of_a_product_of_another_size(one_second_each: dict[str, float]) -> None:
+    one_second_each |= {"attention": 4.0, "ceiling": 2.0}
+    row = row_of(PREFILL)
+    count, product = 4 * 64 * 2 * (100 * 101 // 2), 2 * 8 * 16 * 8
+    assert row["flops"] == count
+    assert row["gflop_per_s"] == pytest.approx(count / 4e9)
+    assert row["ceiling_gflop_per_s"] == pytest.approx(product / 2e9)
+    assert row["fraction"] == pytest.approx((count / 4) / (product / 2))
+
+
+def test_planning_included_adds_each_ones_own_plan(one_second_each: dict[str, float]) -> None:
+    one_second_each |= {"attention": 2.0, "causal": 1.0, "plan": 6.0, "causal_plan": 3.0}
+    row = row_of(TWINS[3])
+    assert row["times_causal"] == 0.5
+    assert row["times_causal_planned"] == 0.5
+    assert (row["plan_ms"], row["causal_plan_ms"]) == (6e3, 3e3)
+
+
+def test_a_plans_share_is_of_one_layer_and_of_sixteen(one_second_each: dict[str, float]) -> None:
+    one_second_each |= {"attention": 8.0, "plan": 2.0}
+    row = row_of(PLAN)
+    assert (row["ms"], row["attention_ms"]) == (2e3, 8e3)
+    assert row["share_of_layer"] == 0.25
+    assert row["share_of_16_layers"] == 0.25 / 16
+
+
+@pytest.mark.parametrize("wrong", [0.0, float("nan")])
+def test_a_wrong_kernel_is_not_measured_and_others_are(wrong: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    right = kernels.Cpu.run
+
+    def run(self: Any, call: Any) -> Any:
+        if call.q_THD.shape[1] == 6:
+            return torch.full_like(call.q_THD, wrong), None
+        return right(self, call)
+
+    monkeypatch.setattr(kernels.Cpu, "run", run)
+    bad, good = bench([DECODE, replace(DECODE, group=2)], 1, [1])
+    assert "off by" in bad["failure"]
+    assert "ms" not in bad
+    assert set(bad) >= EVERY_ROW
+    assert "failure" not in good
+    assert good["ms"] > 0
+
+
+def test_an_error_is_a_failure_of_its_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    def raises(*_: object) -> None:
+        raise ValueError("cannot serve")
+
+    monkeypatch.setattr(kernels.Sdpa, "run", raises)
+    bad, good = bench([DECODE, replace(DECODE, beside=())], 1, [1])
+    assert bad["failure"] == "ValueError: cannot serve"
+    assert good["ms"] > 0
+
+
+def test_what_does_not_fit_is_skipped_with_both_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "available_bytes", lambda device: 1 << 29)
+    row = row_of(DECODE)
+    assert "0.5 GiB are available" in row["skipped"]
+    assert set(row) >= EVERY_ROW
+    assert "failure" not in row
+
+
+def test_threads_are_pinned_by_group_and_restored() -> None:
+    before = torch.get_num_threads()
+    rows = bench([replace(DECODE, beside=())] * 2, 1, [2, 1])
+    assert next(rows)["threads"] == 2
+    torch.set_num_threads(3)  # whatever the consumer does between rows
+    assert [row["threads"] for row in rows] == [2, 1, 1]
+    assert torch.get_num_threads() == before
+    rows = bench([DECODE], 1, [before + 1])
+    next(rows)
+    rows.close()
+    assert torch.get_num_threads() == before
+
+
+@pytest.mark.slow
+def test_compiled_flex_stands_beside() -> None:
+    row = row_of(replace(DECODE, beside=("flex",)))
+    assert row["times_flex"] > 0

@@ -15,6 +15,8 @@ ENGINE = {
     "--kv-dtype",
     "--device",
     "--attention",
+    "--mask",
+    "--replace-mask",
     "--max-context",
     "--threads",
     "--revision",
@@ -41,12 +43,16 @@ SAMPLING = {
 EVERY_VERB = {"--debug", "--json"}
 OUTPUT = {"--verbose", "-v"}
 VERBS = {
-    "generate": ENGINE | SAMPLING | OUTPUT | {"--prompt", "-p", "--file", "-f", "--system", "--raw", "--logprobs"},
+    "generate": ENGINE
+    | SAMPLING
+    | OUTPUT
+    | {"--prompt", "-p", "--file", "-f", "--system", "--raw", "--logprobs", "--explain"},
     "chat": ENGINE | SAMPLING | OUTPUT | {"--system"},
+    "mask": {"--length", "--at", "--heads", "--head", "--png"},
     "inspect": {"--context", "--measure", "--revision", "--offline", "--ignore-config"},
     "env": set(),
     "pull": {"--revision", "--offline"},
-    "bench kernels": {"--lengths", "--head-dims", "--groups", "--repetitions", "--threads"},
+    "bench kernels": {"--only", "--lengths", "--head-dims", "--groups", "--repetitions", "--threads", "--out"},
     "bench step": ENGINE | {"--context", "--repetitions"},
 }
 

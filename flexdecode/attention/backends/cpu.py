@@ -1,122 +1,143 @@
 """Attention by kernels of our own on a CPU: every visible key and value is read once, for all heads that share it.
 
-Queries of a sequence go in tiles of a few rows, each with the pages, the key range and, where its mask has holes, the
-exact bits that it needs; the kernel cuts them into pieces for the threads, by each sequence's length alone.
+A plan is packed once into the arrays that the kernels read. Shape letters as in plan.py.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+import math
+from collections.abc import Sequence
+from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from flexdecode.attention.cache import KVCache
-from flexdecode.attention.plan import AttentionPlan, Tile
-from flexdecode.attention.scores import ScoreMod, Softcap
+from flexdecode.attention.plan import Tile
+from flexdecode.attention.request import Call, Request
+from flexdecode.attention.scores import Score, evaluate, steps
+from flexdecode.attention.visible import BLOCK
 from flexdecode.kernels import ops
-
-if TYPE_CHECKING:
-    from flexdecode.attention.attend import Request
-
-_BLOCK = 64  # positions whose bits share a word; the kernel's block of keys
-
-
-@dataclass(frozen=True)
-class PackedPlan:
-    """A plan as `ops.attend_few` reads it."""
-
-    tiles: Tensor
-    table: Tensor
-    bits: Tensor
+from flexdecode.kernels.ops import PackedTiles
 
 
 class Cpu:
-    """Any mask, softcap, sinks, lse; bf16, fp16, fp32 and int8 caches."""
+    """Any mask, any score modification, sinks, lse; bf16, fp16, fp32 and int8 caches."""
 
     name = "cpu"
 
     def unsupported(self, request: Request) -> str | None:
-        if request.score is not None and not isinstance(request.score, Softcap):
-            return f"the CPU kernels know one score modification, softcap, and not {request.score}"
-        return ops.attend_few_unsupported(request.device, request.dtype, request.kv_dtype)
+        return ops.attend_unsupported(request.device, request.dtype, request.kv_dtype)
 
-    def run(
-        self,
-        q_THD: Tensor,
-        cache: KVCache,
-        layer: int,
-        plan: AttentionPlan,
-        score: ScoreMod | None,
-        sinks_H: Tensor | None,
-        scale: float,
-        return_lse: bool,
-    ) -> tuple[Tensor, Tensor | None]:
-        packed = plan.memo.get(self.name)
-        if not isinstance(packed, PackedPlan):
-            packed = plan.memo[self.name] = pack(plan, cache.page)
-        k_CSD, k_scale_CS, v_CSD, v_scale_CS = cache.storage(layer)
-        return ops.attend_few(
-            q_THD,
-            k_CSD,
-            v_CSD,
-            k_scale_CS,
-            v_scale_CS,
-            packed.tiles,
-            packed.table,
-            packed.bits,
-            page=cache.page,
-            scale=scale,
-            softcap=score.cap if isinstance(score, Softcap) else 0.0,
-            sinks_H=sinks_H,
-            return_lse=return_lse,
-        )
+    def run(self, call: Call) -> tuple[Tensor, Tensor | None]:
+        q_THD = call.q_THD
+        heads, kv_heads = q_THD.shape[1], call.kv.k_CSD.shape[0]
+        if isinstance(call.score, Score):
+            call.score.check_heads(heads)
+        known = () if call.score is None else steps(call.score)
+        out_THD = q_THD.new_empty(*q_THD.shape[:2], call.kv.v_CSD.shape[2])
+        into = out_THD, torch.empty(q_THD.shape[:2]) if call.return_lse else None
+        key = f"{self.name} {heads} {kv_heads} {known is None}"
+        packed = call.plan.memo.get(key)
+        if not isinstance(packed, list):
+            packed = call.plan.memo[key] = _packs(call.plan.tiles, heads, kv_heads, in_passes=known is None)
+        for tiles, arrays in packed:
+            if known is None:
+                _in_passes(call, tiles, arrays, into)
+            else:
+                _kernel(call, tiles, arrays, into, steps=known)
+        return into
 
 
-def pack(plan: AttentionPlan, page: int) -> PackedPlan:
-    """Cut each tile into pieces of at most FEW_QUERIES rows, and each piece's keys to those that its rows see."""
-    tiles: list[list[int]] = []
-    pages: list[int] = []
-    words: list[Tensor] = []
-    held = 0  # words so far
-    for tile in plan.tiles:
-        at = len(pages)
-        pages.extend(tile.pages)
-        for first in range(0, tile.count, ops.FEW_QUERIES):
-            rows = range(first, min(first + ops.FEW_QUERIES, tile.count))
-            start, stop, bits = _piece(tile, rows)
-            offset = -1
-            if bits is not None:
-                offset, held = held, held + bits.numel()
-                words.append(bits.flatten())
-            skipped = start // page - tile.start // page
-            tiles.append([tile.row + first, len(rows), start, stop, at + skipped, offset])
-    return PackedPlan(
-        torch.tensor(tiles, dtype=torch.long).view(-1, 6),
-        torch.tensor(pages, dtype=torch.int32),
-        torch.cat(words) if words else torch.empty(0, dtype=torch.long),
+def _packs(tiles: tuple[Tile, ...], heads: int, kv_heads: int, in_passes: bool) -> list[tuple[list[Tile], PackedTiles]]:
+    """Tiles of few queries and those of many, packed apart; one tile of many at a time where scores must be kept."""
+    few = [tile for tile in tiles if tile.count <= ops.FEW_QUERIES]
+    many = [tile for tile in tiles if tile.count > ops.FEW_QUERIES]
+    groups = [few, *([tile] for tile in many)] if in_passes else [few, many]
+    return [(group, pack(group, heads, kv_heads)) for group in groups if group]
+
+
+def _kernel(call: Call, tiles: list[Tile], arrays: PackedTiles, into: ops.Result, **options: Any) -> None:
+    kv = call.kv
+    kernel = ops.attend_few if tiles[0].count <= ops.FEW_QUERIES else ops.attend_many
+    kernel(
+        call.q_THD,
+        kv.k_CSD,
+        kv.v_CSD,
+        kv.k_scale_CS,
+        kv.v_scale_CS,
+        arrays,
+        page=kv.page,
+        scale=call.scale,
+        sinks_H=call.sinks_H,
+        into=into,
+        **options,
     )
 
 
-def _piece(tile: Tile, rows: range) -> tuple[int, int, Tensor | None]:
-    """First key, last key + 1, and the bits [rows, blocks] of a tile's rows; None where they see all between."""
-    if tile.visible_QL is None:
-        return tile.start, tile.stop, None
-    visible = tile.visible_QL[rows.start : rows.stop]
-    seen = visible.any(0).nonzero()
-    if len(seen) == 0:
-        return tile.start, tile.start, None
-    low, high = int(seen[0]), int(seen[-1]) + 1
-    visible = visible[:, low:high]
-    start, stop = tile.start + low, tile.start + high
-    return start, stop, None if bool(visible.all()) else _words(visible, start)
+def _in_passes(call: Call, tiles: list[Tile], arrays: PackedTiles, into: ops.Result) -> None:
+    """Scores by the kernel, the user's function on them, softmax and weighted sum by the kernel."""
+    assert call.score is not None
+    scores = torch.empty(arrays.kept)
+    _kernel(call, tiles, arrays, into, only="score", scores=scores)
+    heads, group = call.q_THD.shape[1], call.q_THD.shape[1] // call.kv.k_CSD.shape[0]
+    for tile, at in zip(tiles, arrays.tiles[:, -1].tolist(), strict=True):
+        h_H = torch.arange(heads) if tile.kv_head is None else torch.arange(group) + tile.kv_head * group
+        keys_L = tile.keys_L()
+        shape = len(h_H), tile.count, len(tile.seen.blocks_N) * BLOCK
+        # What lies past the sequence's end is not asked: a captured table need be no longer than the sequence.
+        own_HQL = scores[at : at + math.prod(shape)].view(shape)[..., : len(keys_L)]
+        b, q_idx_Q = torch.tensor(tile.batch), torch.from_numpy(tile.q_idx_Q)
+        own_HQL.copy_(evaluate(call.score, own_HQL, b, h_H, q_idx_Q, torch.from_numpy(keys_L)))
+    _kernel(call, tiles, arrays, into, only="weigh", scores=scores)
 
 
-def _words(visible_QL: Tensor, start: int) -> Tensor:
-    """int64 [Q, blocks]: bit i of a word is position i of its block of 64, blocks aligned to positions."""
-    before = start % _BLOCK
-    length = visible_QL.shape[1]
-    after = -(before + length) % _BLOCK
-    bits = torch.nn.functional.pad(visible_QL, (before, after)).view(len(visible_QL), -1, _BLOCK)
-    return (bits.long() << torch.arange(_BLOCK)).sum(-1)
+def pack(tiles: Sequence[Tile], heads: int, kv_heads: int) -> PackedTiles:
+    """The arrays of a plan."""
+    rows: list[tuple[int, ...]] = []
+    tables: dict[int, int] = {}  # where a sequence's page numbers begin
+    pages: list[NDArray[Any]] = []
+    blocks: list[NDArray[Any]] = []
+    at: list[NDArray[Any]] = []
+    words: list[NDArray[Any]] = []
+    q_idx: list[NDArray[Any]] = []
+    held = dict.fromkeys(("pages", "blocks", "words", "q_idx", "kept"), 0)
+    for tile in tiles:
+        seen = tile.seen
+        offset = -1
+        if tile.pages_P is not None:
+            key = id(tile.pages_P)  # a sequence's tiles share one array
+            if key not in tables:
+                tables[key] = held["pages"]
+                pages.append(np.maximum(tile.pages_P, 0))
+                held["pages"] += len(tile.pages_P)
+            offset = tables[key]
+        kept_heads = heads if tile.kv_head is None else heads // kv_heads
+        kv_head = -1 if tile.kv_head is None else tile.kv_head
+        n, bit_rows = len(seen.blocks_N), seen.bits_MR.shape[1]
+        row = (tile.row, tile.count, tile.length, kv_head, tile.base, offset, n)
+        rows.append((*row, held["blocks"], held["words"], bit_rows, held["q_idx"], held["kept"]))
+        blocks.append(seen.blocks_N)
+        at.append(seen.bits_at_N)
+        words.append(seen.bits_MR.ravel())
+        q_idx.append(tile.q_idx_Q)
+        held["blocks"] += n
+        held["words"] += words[-1].size
+        held["q_idx"] += tile.count
+        held["kept"] += kept_heads * tile.count * BLOCK * n
+    return PackedTiles(
+        torch.tensor(rows, dtype=torch.long).view(-1, 12),
+        _joined(pages, np.int32),
+        _joined(blocks, np.int32),
+        _joined(at, np.int32),
+        _joined(words, np.uint64).view(torch.long),
+        _joined(q_idx, np.int64),
+        held["kept"],
+    )
+
+
+def _joined(parts: list[NDArray[Any]], dtype: type) -> Tensor:
+    if not parts:
+        return torch.empty(0, dtype=torch.from_numpy(np.empty(0, dtype)).dtype)
+    return torch.from_numpy(parts[0] if len(parts) == 1 else np.concatenate(parts))

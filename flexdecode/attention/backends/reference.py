@@ -6,17 +6,12 @@ C kv_heads, G heads of a kv head, D head_dim.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
-from flexdecode.attention.cache import KVCache
-from flexdecode.attention.plan import AttentionPlan, Tile
-from flexdecode.attention.scores import ScoreMod
-
-if TYPE_CHECKING:
-    from flexdecode.attention.attend import Request
+from flexdecode.attention.plan import Tile
+from flexdecode.attention.request import Call, Request
+from flexdecode.attention.scores import evaluate
 
 _SCORE_BYTES = 64 << 20  # rows are taken in slabs whose fp32 scores stay under this
 
@@ -29,62 +24,57 @@ class Reference:
     def unsupported(self, request: Request) -> str | None:
         return None
 
-    def run(
-        self,
-        q_THD: Tensor,
-        cache: KVCache,
-        layer: int,
-        plan: AttentionPlan,
-        score: ScoreMod | None,
-        sinks_H: Tensor | None,
-        scale: float,
-        return_lse: bool,
-    ) -> tuple[Tensor, Tensor | None]:
-        v_head_dim = cache.layers[layer].v_head_dim or cache.layers[layer].head_dim
-        out = q_THD.new_empty(*q_THD.shape[:2], v_head_dim)
+    def run(self, call: Call) -> tuple[Tensor, Tensor | None]:
+        q_THD = call.q_THD
+        out = q_THD.new_empty(*q_THD.shape[:2], call.kv.v_CSD.shape[2])
         lse = torch.empty(q_THD.shape[:2], dtype=torch.float32, device=q_THD.device)
-        for index, tile in enumerate(plan.tiles):
-            k_CLD, v_CLD = cache.read(layer, tile.run, torch.float32)
-            heads = q_THD.shape[1]
-            slab = max(1, _SCORE_BYTES // max(1, 4 * heads * (tile.stop - tile.start)))
+        group = q_THD.shape[1] // call.kv.k_CSD.shape[0]
+        for tile in call.plan.tiles:
+            keys_L = tile.keys_L()
+            k_CLD, v_CLD = call.kv.read(tile.slots(keys_L, call.kv.page), torch.float32)
+            heads = slice(None)
+            if tile.kv_head is not None:
+                k_CLD, v_CLD = k_CLD[tile.kv_head][None], v_CLD[tile.kv_head][None]
+                heads = slice(tile.kv_head * group, (tile.kv_head + 1) * group)
+            visible = visible_HQL(tile, q_THD.device)
+            slab = max(1, _SCORE_BYTES // max(1, 4 * q_THD.shape[1] * len(keys_L)))
             for first in range(0, tile.count, slab):
                 rows = slice(first, min(first + slab, tile.count))
                 here = slice(tile.row + rows.start, tile.row + rows.stop)
-                out[here], lse[here] = _rows(q_THD[here], k_CLD, v_CLD, tile, rows, index, score, sinks_H, scale)
-        return out, lse if return_lse else None
+                seen = None if visible is None else visible[:, rows]
+                out[here, heads], lse[here, heads] = _rows(call, q_THD[here, heads], k_CLD, v_CLD, tile, rows, seen)
+        return out, lse if call.return_lse else None
+
+
+def visible_HQL(tile: Tile, device: torch.device) -> Tensor | None:
+    """A tile's exact mask over `tile.keys_L()`, [1 or heads, Q, L]; None where all is visible."""
+    visible = tile.visible_RL()
+    return None if visible is None else visible.view(-1, tile.count, visible.shape[1]).to(device)
 
 
 def _rows(
-    q_QHD: Tensor,
-    k_CLD: Tensor,
-    v_CLD: Tensor,
-    tile: Tile,
-    rows: slice,
-    index: int,
-    score: ScoreMod | None,
-    sinks_H: Tensor | None,
-    scale: float,
+    call: Call, q_QHD: Tensor, k_CLD: Tensor, v_CLD: Tensor, tile: Tile, rows: slice, visible: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     queries, heads, _ = q_QHD.shape
     kv_heads, keys, v_dim = v_CLD.shape
-    group = heads // kv_heads
+    group, device = heads // kv_heads, q_QHD.device
+    first_head = 0 if tile.kv_head is None else tile.kv_head * group
     q_CGQD = q_QHD.float().view(queries, kv_heads, group, -1).permute(1, 2, 0, 3)
-    s_HQL = (torch.matmul(q_CGQD, k_CLD[:, None].transpose(-1, -2)) * scale).reshape(heads, queries, keys)
-    if score is not None:
-        device = s_HQL.device
-        h = torch.arange(heads, device=device)[:, None, None]
-        q_idx = torch.tensor(list(tile.positions[rows]), device=device)[None, :, None]
-        kv_idx = torch.arange(tile.start, tile.stop, device=device)[None, None, :]
-        s_HQL = score(s_HQL, torch.tensor(index, device=device), h, q_idx, kv_idx).float()
-    if tile.visible_QL is not None:
-        s_HQL = s_HQL.masked_fill(~tile.visible_QL[None, rows], float("-inf"))
+    s_HQL = (torch.matmul(q_CGQD, k_CLD[:, None].transpose(-1, -2)) * call.scale).reshape(heads, queries, keys)
+    if call.score is not None:
+        h_H = torch.arange(first_head, first_head + heads, device=device)
+        q_idx_Q, kv_idx_L = (torch.from_numpy(x).to(device) for x in (tile.q_idx_Q[rows], tile.keys_L()))
+        s_HQL = evaluate(call.score, s_HQL, torch.tensor(tile.batch, device=device), h_H, q_idx_Q, kv_idx_L).float()
+    if visible is not None:
+        s_HQL = s_HQL.masked_fill(~visible, float("-inf"))
     lse_HQ = torch.logsumexp(s_HQL, dim=-1) if keys else s_HQL.new_full((heads, queries), float("-inf"))
-    if sinks_H is not None:
+    if call.sinks_H is not None:
+        sinks_H = call.sinks_H[first_head : first_head + heads]
         lse_HQ = torch.logaddexp(lse_HQ, sinks_H.float()[:, None])
     p_HQL = torch.exp(s_HQL - torch.where(lse_HQ.isinf(), 0.0, lse_HQ)[..., None])
     p_CGQL = p_HQL.view(kv_heads, group, queries, keys)
     o_CGQD = torch.matmul(p_CGQL, v_CLD[:, None])
-    if tile.visible_QL is not None and not bool(v_CLD.isfinite().all()):
+    if visible is not None and not bool(v_CLD.isfinite().all()):
         # 0 · NaN is NaN: a value that is not finite may reach only the rows that see it.
         finite = v_CLD.isfinite()
         clean = torch.matmul(p_CGQL, v_CLD.where(finite, 0.0)[:, None])

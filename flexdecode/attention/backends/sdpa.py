@@ -7,19 +7,13 @@ must be finite: SDPA multiplies it by 0 where it is masked (`reference` does not
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from flexdecode.attention.cache import KVCache
-from flexdecode.attention.plan import AttentionPlan, Tile
-from flexdecode.attention.scores import ScoreMod
+from flexdecode.attention.backends.reference import visible_HQL
+from flexdecode.attention.plan import Tile
+from flexdecode.attention.request import Call, Request
 from flexdecode.kernels.ops import FEW_QUERIES
-
-if TYPE_CHECKING:
-    from flexdecode.attention.attend import Request
 
 
 class Sdpa:
@@ -36,37 +30,35 @@ class Sdpa:
             return "torch's SDPA does not return the log-sum-exp"
         return None
 
-    def run(
-        self,
-        q_THD: Tensor,
-        cache: KVCache,
-        layer: int,
-        plan: AttentionPlan,
-        score: ScoreMod | None,
-        sinks_H: Tensor | None,
-        scale: float,
-        return_lse: bool,
-    ) -> tuple[Tensor, Tensor | None]:
-        parts = [_tile(q_THD[t.row : t.row + t.count], cache, layer, t, scale) for t in plan.tiles]
-        return parts[0] if len(parts) == 1 else torch.cat(parts), None
+    def run(self, call: Call) -> tuple[Tensor, Tensor | None]:
+        q_THD, kv_heads = call.q_THD, call.kv.k_CSD.shape[0]
+        group = q_THD.shape[1] // kv_heads
+        out = q_THD.new_empty(*q_THD.shape[:2], call.kv.v_CSD.shape[2])
+        for tile in call.plan.tiles:
+            rows, heads = slice(tile.row, tile.row + tile.count), slice(None)
+            k_CLD, v_CLD = call.kv.read(tile.slots(tile.keys_L(), call.kv.page), q_THD.dtype)
+            if tile.kv_head is not None:
+                k_CLD, v_CLD = k_CLD[tile.kv_head][None], v_CLD[tile.kv_head][None]
+                heads = slice(tile.kv_head * group, (tile.kv_head + 1) * group)
+            out[rows, heads] = _tile(q_THD[rows, heads], k_CLD, v_CLD, tile, call.scale)
+        return out, None
 
 
-def _tile(q_QHD: Tensor, cache: KVCache, layer: int, tile: Tile, scale: float) -> Tensor:
+def _tile(q_QHD: Tensor, k_CLD: Tensor, v_CLD: Tensor, tile: Tile, scale: float) -> Tensor:
     queries, heads, head_dim = q_QHD.shape
-    k_CLD, v_CLD = cache.read(layer, tile.run, q_QHD.dtype)
     kv_heads, keys, v_dim = v_CLD.shape
     group = heads // kv_heads
     if keys == 0:
         return q_QHD.new_zeros(queries, heads, v_dim)
-    visible = tile.visible_QL
-    if visible is not None and not tile.causal:
-        seen = visible.any(0)
+    visible = visible_HQL(tile, q_QHD.device)  # [1 or heads, Q, L]
+    if visible is not None:
+        seen = visible.flatten(0, 1).any(0)
         if not bool(seen.all()):
             v_CLD = v_CLD.masked_fill(~seen[None, :, None], 0.0)
             k_CLD = k_CLD.masked_fill(~seen[None, :, None], 0.0)
     if queries <= FEW_QUERIES:
         q = q_QHD.view(queries, kv_heads, group, head_dim).permute(1, 2, 0, 3).reshape(1, kv_heads, -1, head_dim)
-        mask = None if visible is None else visible.repeat(group, 1)
+        mask = None if visible is None else visible.expand(group, queries, keys).reshape(-1, keys)
         out = F.scaled_dot_product_attention(q, k_CLD[None], v_CLD[None], attn_mask=mask, scale=scale)
         out = out.view(kv_heads, group, queries, v_dim).permute(2, 0, 1, 3).reshape(queries, heads, v_dim)
     else:
@@ -74,12 +66,11 @@ def _tile(q_QHD: Tensor, cache: KVCache, layer: int, tile: Tile, scale: float) -
             q_QHD.transpose(0, 1)[None],
             k_CLD[None],
             v_CLD[None],
-            attn_mask=None if tile.causal else visible,
-            is_causal=tile.causal,
+            attn_mask=visible,
             scale=scale,
             enable_gqa=group > 1,
         )[0].transpose(0, 1)
-    if visible is not None and not tile.causal:
+    if visible is not None:
         # A row that sees nothing is 0 by contract, NaN by softmax.
-        out = out.masked_fill(~visible.any(1)[:, None, None], 0.0)
+        out = out.masked_fill(~visible.any(-1).T[..., None], 0.0)
     return out

@@ -11,27 +11,38 @@
 
 #include <algorithm>
 
+#include "ahead.h"
 #include "attend.h"
 #include "dot_bf16.h"
+#include "dot_int8.h"
+#include "pieces.h"
 #include "products.h"
+#include "ring.h"
+#include "scores.h"
+#include "states.h"
 #include "vec.h"
 
 namespace flex {
 namespace FLEX_ISA {
 
-constexpr int kStep = 16;  // keys whose values are summed between the scores of others
-constexpr float kNone = -std::numeric_limits<float>::infinity();
+constexpr int64_t kLead = 48;  // rows asked for before they are read, 16 keys and 16 values in turn
 
-FLEX_INLINE int64_t padded(int64_t dim) { return (dim + 31) / 32 * 32; }
+// What products are made of.
+enum class By { fp32, bf16, int8 };
 
 // Scratch of a thread: the group's queries widened [rows4, padded(head_dim)] (or as they are, bf16), scores and weights
 // of a block [rows4, 64] each (weights in bf16 for dot products), sums [rows4, padded(v_head_dim)], maximum and total.
+// For products of int8: queries, weights and sums in integers, and their scales.
 struct Scratch {
   float *q, *s, *p, *acc, *max, *sum;
   bf16 *q16, *p16;
-  int64_t rows4, d, dv;
+  int8_t* q8;       // [rows4, d]
+  uint8_t* p8;      // [rows4, 64]
+  int32_t* sums;    // [rows4, dv8]
+  float *q8_scale, *q8_offset, *unit;  // [rows4]
+  int64_t rows4, d, dv, dv8;
   Scratch(const AttendArgs& a, int64_t rows, float* at)
-      : rows4((rows + kRows - 1) / kRows * kRows), d(padded(a.head_dim)), dv(padded(a.v_head_dim)) {
+      : rows4((rows + kRows - 1) / kRows * kRows), d(padded(a.head_dim)), dv(padded(a.v_head_dim)), dv8((a.v_head_dim + 63) / 64 * 64) {
     q = at;
     s = q + rows4 * d;
     p = s + rows4 * kBlock;
@@ -40,25 +51,43 @@ struct Scratch {
     sum = max + rows4;
     p16 = reinterpret_cast<bf16*>(p);
     q16 = reinterpret_cast<bf16*>(q);
+    q8_scale = sum + rows4;
+    q8_offset = q8_scale + rows4;
+    unit = q8_offset + rows4;
+    sums = reinterpret_cast<int32_t*>(unit + rows4);
+    p8 = reinterpret_cast<uint8_t*>(sums + rows4 * dv8);
+    q8 = reinterpret_cast<int8_t*>(p8 + rows4 * kBlock);
   }
+#if FLEX_DOT_INT8
+  Queries8 queries8(int64_t row) const { return {q8 + row * d, q8_scale + row, q8_offset + row}; }
+#endif
   static int64_t floats(const AttendArgs& a, int64_t rows) {
     const int64_t rows4 = (rows + kRows - 1) / kRows * kRows;
-    return rows4 * (padded(a.head_dim) + 2 * kBlock + padded(a.v_head_dim) + 2);
+    const int64_t integers = 3 + (a.v_head_dim + 63) / 64 * 64 + kBlock / 4 + padded(a.head_dim) / 4;
+    return rows4 * (padded(a.head_dim) + 2 * kBlock + padded(a.v_head_dim) + 2 + integers);
   }
 };
 
 inline int64_t scratch_floats(const AttendArgs& a, int64_t rows) { return Scratch::floats(a, rows); }
 
-// For dot products: the queries as they are, in rows of whole vectors.
-inline void copy_queries(const AttendArgs& a, const Tile& tile, int64_t kv_head, Scratch& x) {
-  const int64_t group = a.heads / a.kv_heads;
-  std::memset(x.q16, 0, x.rows4 * x.d * sizeof(bf16));
-  for (int64_t g = 0; g < group; ++g)
-    for (int64_t i = 0; i < tile.count; ++i)
-      std::memcpy(x.q16 + (g * tile.count + i) * x.d,
-                  static_cast<const bf16*>(a.q) + (tile.row + i) * a.q_token + (kv_head * group + g) * a.q_head,
-                  a.head_dim * sizeof(bf16));
+#if FLEX_DOT_BF16
+// For dot products: a single row as it is, else quarters of four rows.
+inline void copy_queries(const AttendArgs& a, const Tile& tile, int64_t kv_head, int64_t rows, Scratch& x) {
+  const auto at = [&](int64_t row) {
+    return static_cast<const bf16*>(a.q) + (tile.row + row % tile.count) * a.q_token + head_of(a, tile, kv_head, row) * a.q_head;
+  };
+  if (rows == 1) {
+    std::memcpy(x.q16, at(0), a.head_dim * sizeof(bf16));
+    return;
+  }
+  for (int64_t r = 0; r < rows; r += kRows) {
+    const bf16* four[kRows];
+    const int64_t count = std::min<int64_t>(rows - r, kRows);
+    for (int64_t i = 0; i < count; ++i) four[i] = at(r + i);
+    lay_quarters(four, count, a.head_dim, x.d, x.q16 + r * x.d);
+  }
 }
+#endif
 
 template <class Q>
 inline void widen_queries(const AttendArgs& a, const Tile& tile, int64_t kv_head, Scratch& x) {
@@ -74,24 +103,22 @@ inline void widen_queries(const AttendArgs& a, const Tile& tile, int64_t kv_head
 }
 
 // Softmax of one row over a block: scores become weights, the running maximum and total move on, and what was summed
-// before is scaled down. `seen` has the keys' bits, `n` of them; `k_scale` and `v_scale` are the keys' (int8) or null.
-template <bool dot>
-inline void softmax_row(const AttendArgs& a, Scratch& x, int64_t row, uint64_t seen, int64_t n, const float* k_scale,
-                        const float* v_scale) {
-  float* s = x.s + row * kBlock;
-  if (dot)  // queries that were left as they are
-    for (int64_t j = 0; j < kBlock; j += W) store(s + j, load(s + j) * a.scale);
-  if (k_scale)
-    for (int64_t j = 0; j < kBlock; j += W) store(s + j, load(s + j) * load(k_scale + j));
-  if (a.softcap > 0)
-    for (int64_t j = 0; j < kBlock; j += W) store(s + j, vtanh(load(s + j) / a.softcap) * a.softcap);
-  if (n < kBlock) seen &= (uint64_t{1} << n) - 1;
-  if (~seen)
-    for (int64_t j = 0; j < kBlock; ++j)
-      if (!((seen >> j) & 1)) s[j] = kNone;
-  vf greatest = splat(x.max[row]);
-  for (int64_t j = 0; j < kBlock; j += W) greatest = vmax(load(s + j), greatest);
-  const float top = most(greatest);
+// before is scaled down. Scores are still to be multiplied by `scale` and, where they are given, the keys' scales; `seen`
+// has the keys' bits. `lines` to ask for with each vector.
+template <By by>
+FLEX_INLINE void softmax_row(Scratch& x, int64_t row, float scale, uint64_t seen, const float* k_scale, const float* v_scale, Ahead& ahead,
+                             int64_t lines) {
+  constexpr int kVectors = kBlock / W;
+  vf s[kVectors];
+  vf greatest = splat(kNone);
+#pragma GCC unroll 16
+  for (int i = 0; i < kVectors; ++i) {
+    s[i] = load(x.s + row * kBlock + i * W) * scale;
+    if (k_scale) s[i] *= load(k_scale + i * W);
+    s[i] = where(seen >> i * W, s[i], splat(kNone));
+    greatest = vmax(s[i], greatest);
+  }
+  const float top = std::max(x.max[row], most(greatest));
   const float base = top == kNone ? 0.0f : top;
   if (top != x.max[row]) {
     const float before = x.max[row] == kNone ? 0.0f : std::exp(x.max[row] - base);
@@ -101,148 +128,180 @@ inline void softmax_row(const AttendArgs& a, Scratch& x, int64_t row, uint64_t s
     x.max[row] = top;
   }
   vf total = {};
-  for (int64_t j = 0; j < kBlock; j += W) {
-    vf p = vexp(load(s + j) - base);
-    total += p;
-#if FLEX_DOT_BF16
-    if constexpr (dot) {
-      round_weights(p, x.p16 + row * kBlock + j);
-      continue;
-    }
-#endif
-    if (v_scale) p *= load(v_scale + j);
-    store(x.p + row * kBlock + j, p);
+#pragma GCC unroll 16
+  for (int i = 0; i < kVectors; ++i) {
+    ahead.fetch(lines);
+    s[i] = vexp(s[i] - base);
+    total += s[i];
+    // Where nothing is seen, a value's scale may be anything.
+    if (v_scale) s[i] = where(seen >> i * W, s[i] * load(v_scale + i * W), vf{});
   }
   x.sum[row] += sum(total);
+#if FLEX_DOT_BF16
+  if constexpr (by == By::bf16) {
+#pragma GCC unroll 16
+    for (int i = 0; i < kVectors; ++i) round_weights(s[i], x.p16 + row * kBlock + i * W);
+    return;
+  }
+#endif
+#if FLEX_DOT_INT8
+  if constexpr (by == By::int8) x.unit[row] = round_weights8(s, x.p8 + row * kBlock);
+#endif
+#pragma GCC unroll 16
+  for (int i = 0; i < kVectors; ++i) store(x.p + row * kBlock + i * W, s[i]);
 }
 
-// A block whose weights are ready and whose values are still to be summed.
-template <class T>
-struct Pending {
-  const T* v[kBlock + 1];
-  int64_t n = 0;             // keys; 0: nothing
-  int64_t block = 0;         // for its bits
-  uint64_t shift = 0, all = 0;
-  bool partial = false;      // some row does not see some key
-};
-
-template <class T, bool dot>
-void sum_values(const AttendArgs& a, const Tile& tile, int64_t rows, int64_t block_count, Scratch& x, const Pending<T>& b,
-                int64_t first) {
-  const int64_t n = std::min<int64_t>(b.n - first, kStep);
-  if (n <= 0) return;
-  if (!b.partial) {
-    for (int64_t r = 0; r < x.rows4; r += kRows) {
+// Scores of all rows and 16 keys, the first of them number `first` of its block.
+template <class T, By by>
+FLEX_INLINE void score_keys(const AttendArgs& a, int64_t rows, Scratch& x, const T* const* k, int64_t first, Ahead& ahead) {
 #if FLEX_DOT_BF16
-      if constexpr (dot) weighted4_dot(x.acc + r * x.dv, x.dv, x.p16 + r * kBlock + first, b.v + first, n, a.v_head_dim, r == 0);
-      else
+  if constexpr (by == By::bf16) {
+    if (rows == 1) return dots1x16(x.q16, k, a.head_dim, x.s + first, ahead);
+    for (int64_t j = 0; j < kStep; j += 8)
+      for (int64_t r = 0; r < x.rows4; r += kRows) dots4x8(x.q16 + r * x.d, k + j, a.head_dim, x.s + r * kBlock + first + j, ahead);
+    return;
+  }
 #endif
-        weighted4(x.acc + r * x.dv, x.dv, x.p + r * kBlock + first, b.v + first, n, a.v_head_dim, r == 0);
+#if FLEX_DOT_INT8
+  if constexpr (by == By::int8) {
+    for (int64_t j = 0; j < kStep; j += 8)
+      for (int64_t r = 0; r < x.rows4; r += kRows) scores4x8(x.queries8(r), k + j, a.head_dim, x.s + r * kBlock + first + j, ahead);
+    return;
+  }
+#endif
+  for (int64_t j = 0; j < kStep; j += kKeys) {
+    for (int64_t r = 0; r < x.rows4; r += kRows) {
+      float out[kRows * kKeys];
+      ahead.fetch(8);
+      scores4x4(x.q + r * x.d, x.d, k + j, a.head_dim, out);
+      for (int row = 0; row < kRows; ++row) std::memcpy(x.s + (r + row) * kBlock + first + j, out + row * kKeys, kKeys * sizeof(float));
+    }
+  }
+}
+
+// Adds the weighted values of the keys [first, first + kStep) of a block to all rows.
+template <class T, By by>
+FLEX_INLINE void sum_values(const AttendArgs& a, const Tile& tile, int64_t rows, Scratch& x, const Block& b, const T* const* v,
+                            int64_t first, Ahead& ahead) {
+  const int64_t n = std::min(b.n - first, kStep);
+  if (n <= 0) return;
+#if FLEX_DOT_INT8
+  if constexpr (by == By::int8) {
+    if (!b.bits) {
+      if (first == 0) std::memset(x.sums, 0, rows * x.dv8 * sizeof(int32_t));
+      for (int64_t r = 0; r < rows; r += kRows) {
+        int32_t* sums = x.sums + r * x.dv8;
+        const uint8_t* p = x.p8 + r * kBlock + first;
+        switch (std::min<int64_t>(rows - r, kRows)) {
+          case 1: weighted_int8<1>(sums, x.dv8, p, v, a.v_head_dim, ahead); break;
+          case 2: weighted_int8<2>(sums, x.dv8, p, v, a.v_head_dim, ahead); break;
+          case 3: weighted_int8<3>(sums, x.dv8, p, v, a.v_head_dim, ahead); break;
+          default: weighted_int8<4>(sums, x.dv8, p, v, a.v_head_dim, ahead);
+        }
+      }
+      if (first + kStep >= b.n)
+        for (int64_t row = 0; row < rows; ++row) add_sums8(x.acc + row * x.dv, x.sums + row * x.dv8, x.dv, x.unit[row]);
+      return;
+    }
+  }
+#endif
+  if (!b.bits) {
+    for (int64_t r = 0; r < x.rows4; r += kRows) {
+      float* acc = x.acc + r * x.dv;
+#if FLEX_DOT_BF16
+      if constexpr (by == By::bf16) {
+        const bf16* p = x.p16 + r * kBlock + first;
+        switch (std::min<int64_t>(rows - r, kRows)) {
+          case 1:
+            if (a.v_head_dim > 64) weighted_dot<1, 8>(acc, x.dv, p, v, n, a.v_head_dim, ahead);
+            else weighted_dot<1, 4>(acc, x.dv, p, v, n, a.v_head_dim, ahead);
+            break;
+          case 2: weighted_dot<2, 4>(acc, x.dv, p, v, n, a.v_head_dim, ahead); break;
+          case 3: weighted_dot<3, 4>(acc, x.dv, p, v, n, a.v_head_dim, ahead); break;
+          default: weighted_dot<4, 4>(acc, x.dv, p, v, n, a.v_head_dim, ahead);
+        }
+      } else
+#endif
+        weighted4(acc, x.dv, x.p + r * kBlock + first, v, n, a.v_head_dim, ahead);
     }
     return;
   }
   for (int64_t row = 0; row < rows; ++row) {
     float* acc = x.acc + row * x.dv;
-    const uint64_t seen = tile.bits[row % tile.count * block_count + b.block] >> b.shift & b.all;
     float p[kStep];
 #if FLEX_DOT_BF16
-    if constexpr (dot) {
+    if constexpr (by == By::bf16) {
       for (int64_t j = 0; j < n; ++j) p[j] = widen(x.p16[row * kBlock + first + j]);
       restore_order(acc, x.dv);
     } else
 #endif
       std::memcpy(p, x.p + row * kBlock + first, n * sizeof(float));
-    weighted1(acc, p, seen >> first, b.v + first, n, a.v_head_dim);
+    weighted1(acc, p, b.bits[row % tile.bit_rows] >> first, v, n, a.v_head_dim);
 #if FLEX_DOT_BF16
-    if constexpr (dot) dot_order(acc, x.dv);
+    if constexpr (by == By::bf16) dot_order(acc, x.dv);
 #endif
   }
 }
 
-template <class T, bool dot>
+// Scores of a block become weights, or are kept for the next pass. By its end rows up to `goal` have been asked for.
+template <class T, By by>
+FLEX_INLINE void weigh(const AttendArgs& a, const Tile& tile, int64_t kv_head, int64_t rows, Scratch& x, const Block& b, int64_t i,
+                       int64_t goal, Ahead& ahead) {
+  const uint64_t all = b.n < kBlock ? (uint64_t{1} << b.n) - 1 : ~uint64_t{0};
+  const int64_t parts = rows * (kBlock / W), lines = (ahead.left(goal) + parts - 1) / parts;
+  const float scale = by == By::bf16 ? a.scale : 1.0f;  // queries that were not widened were not scaled either
+  const auto seen_by = [&](int64_t row) { return b.bits ? all & b.bits[row % tile.bit_rows] : all; };
+  const bool plain = a.pass == Pass::all && !a.op_count;
+  for (int64_t row = 0; row < rows; ++row) {
+    float* s = x.s + row * kBlock;
+    float* kept = a.pass == Pass::all ? nullptr : kept_scores(a, tile, kv_head, row, i);
+    if (a.pass == Pass::weigh) {
+      std::memcpy(s, kept, b.n * sizeof(float));
+    } else {
+      if (plain) {
+        softmax_row<by>(x, row, scale, seen_by(row), a.k_scale ? b.k_scale : nullptr, a.v_scale ? b.v_scale : nullptr, ahead, lines);
+        continue;
+      }
+      for (int64_t j = 0; j < kBlock; j += W) {
+        vf x4 = load(s + j) * scale;
+        if (a.k_scale) x4 *= load(b.k_scale + j);
+        store(s + j, x4);
+      }
+      for (int64_t op = 0; op < a.op_count; ++op) apply(a.ops[op], s, head_of(a, tile, kv_head, row), tile.q_idx[row % tile.count], b.start);
+      if (kept) {
+        std::memcpy(kept, s, b.n * sizeof(float));
+        continue;
+      }
+    }
+    softmax_row<by>(x, row, 1.0f, seen_by(row), nullptr, a.v_scale ? b.v_scale : nullptr, ahead, lines);
+  }
+}
+
+template <class T, By by>
 void blocks(const AttendArgs& a, const Piece& piece, Scratch& x) {
   const Tile& tile = a.tiles[piece.tile];
-  const int64_t rows = a.heads / a.kv_heads * tile.count;
-  const int64_t first_page = tile.start / a.page, block_count = (tile.stop + kBlock - 1) / kBlock - tile.start / kBlock;
-  const T* keys = static_cast<const T*>(a.k) + piece.kv_head * a.slots * a.head_dim;
-  const T* values = static_cast<const T*>(a.v) + piece.kv_head * a.slots * a.v_head_dim;
-  const float* k_scales = a.k_scale ? a.k_scale + piece.kv_head * a.slots : nullptr;
-  const float* v_scales = a.v_scale ? a.v_scale + piece.kv_head * a.slots : nullptr;
-  const T* k[kBlock];
-  float k_scale[kBlock] = {}, v_scale[kBlock] = {};
-  Pending<T> pending;
-  for (int64_t b = piece.first_block; b < piece.last_block; ++b) {
-    const int64_t start = (tile.start / kBlock + b) * kBlock;
-    const int64_t from = std::max(tile.start, start), n = std::min(tile.stop, start + kBlock) - from;
-    Pending<T> next;
-    next.n = n;
-    next.block = b;
-    next.shift = from - start;
-    next.all = n < kBlock ? (uint64_t{1} << n) - 1 : ~uint64_t{0};
-    int64_t page = from / a.page, inside = from - page * a.page;
-    for (int64_t j = 0; j < n; ++page, inside = 0) {
-      const int64_t run = std::min(n - j, a.page - inside);
-      int64_t slot = tile.table[page - first_page] * a.page + inside;
-      for (const int64_t stop = j + run; j < stop; ++j, ++slot) {
-        k[j] = keys + slot * a.head_dim;
-        next.v[j] = values + slot * a.v_head_dim;
-        if (k_scales) k_scale[j] = k_scales[slot], v_scale[j] = v_scales[slot];
-      }
+  const int64_t rows = a.heads / a.kv_heads * tile.count, count = piece.last_block - piece.first_block;
+  if (count == 0) return;  // nothing is seen
+  constexpr int64_t steps = kBlock / kStep;
+  Ring<T> ring;
+  Block held[3];
+  Block *last = held, *now = held + 1, *next = held + 2;
+  Ahead ahead(reinterpret_cast<const char* const*>(ring.rows), kRing, kStep, a.head_dim * sizeof(T), a.v_head_dim * sizeof(T));
+  find(a, tile, piece.kv_head, piece.first_block, 0, ring, *now, ahead);
+  for (int64_t step = 0; step < steps; ++step) std::memcpy(ring.values(3, step), ring.keys(0, step), kStep * sizeof(T*));
+  for (int64_t n = 0; n <= count; ++n) {
+    find(a, tile, piece.kv_head, piece.first_block + n + 1, n + 1, ring, *next, ahead);
+    if (!next->n)
+      for (int64_t step = 0; step < steps; ++step) std::memcpy(ring.keys(n + 1, step), ring.values(n, step), kStep * sizeof(T*));
+    ahead.allow(2 * kBlock * (n + 2));
+    for (int64_t step = 0; step < steps; ++step) {
+      ahead.until(2 * kBlock * n + 2 * kStep * (step + 1));
+      if (n < count && a.pass != Pass::weigh && step * kStep < now->n) score_keys<T, by>(a, rows, x, ring.keys(n, step), step * kStep, ahead);
+      if (a.pass != Pass::score) sum_values<T, by>(a, tile, rows, x, *last, ring.values(n + 3, step), step * kStep, ahead);
     }
-    for (int64_t j = n; j < (n + kKeys - 1) / kKeys * kKeys; ++j) k[j] = k[n - 1];  // masked, but read
-    next.v[n] = next.v[n - 1];
-    for (int64_t step = 0; step < kBlock; step += kStep) {
-      for (int64_t j = step; j < std::min(n, step + kStep); j += kKeys) {
-        if (!dot)
-          for (int i = 0; i < kKeys; ++i) fetch_row_ahead(k[j + i], a.head_dim);
-        for (int64_t r = 0; r < x.rows4; r += kRows) {
-          float out[kRows * kKeys];
-#if FLEX_DOT_BF16
-          if constexpr (dot) {
-            vf acc[16];
-            dots4x4(x.q16 + r * x.d, x.d, k + j, a.head_dim, acc, r == 0);
-            sums16(acc, out);
-          } else
-#endif
-            scores4x4(x.q + r * x.d, x.d, k + j, a.head_dim, out);
-          for (int i = 0; i < kRows; ++i) std::memcpy(x.s + (r + i) * kBlock + j, out + i * kKeys, kKeys * sizeof(float));
-        }
-      }
-      sum_values<T, dot>(a, tile, rows, block_count, x, pending, step);
-    }
-    for (int64_t row = 0; row < rows; ++row) {
-      uint64_t seen = next.all;
-      if (tile.bits) seen &= tile.bits[row % tile.count * block_count + b] >> next.shift;
-      next.partial |= seen != next.all;
-      softmax_row<dot>(a, x, row, seen, n, k_scales ? k_scale : nullptr, v_scales ? v_scale : nullptr);
-    }
-    pending = next;
-  }
-  for (int64_t step = 0; step < kBlock; step += kStep) sum_values<T, dot>(a, tile, rows, block_count, x, pending, step);
-}
-
-// Writes one row's result: sums over the total, the sink in the total; 0 and minus infinity where nothing was seen.
-template <class Q>
-inline void write_row(const AttendArgs& a, const Tile& tile, int64_t kv_head, int64_t row, float max, float total, const float* acc) {
-  const int64_t head = kv_head * (a.heads / a.kv_heads) + row / tile.count, token = tile.row + row % tile.count;
-  float lse = total > 0 || total != total ? max + std::log(total) : kNone;
-  float share = total > 0 || total != total ? 1.0f / total : 0.0f;
-  if (a.sinks) {
-    const float sink = a.sinks[head], top = std::max(sink, lse);
-    const float joined = top == kNone ? kNone : top + std::log(std::exp(sink - top) + std::exp(lse - top));
-    share = lse == kNone ? 0.0f : share * std::exp(lse - joined);
-    lse = joined;
-  }
-  Q* out = static_cast<Q*>(a.out) + (token * a.heads + head) * a.v_head_dim;
-  for (int64_t d = 0; d < a.v_head_dim; ++d) narrow(share == 0.0f ? 0.0f : acc[d] * share, out + d);
-  if (a.lse) a.lse[token * a.heads + head] = lse;
-}
-
-inline void write(const AttendArgs& a, const Tile& tile, int64_t kv_head, int64_t row, float max, float total, const float* acc) {
-  switch (a.q_type) {
-    case Type::bf16: return write_row<bf16>(a, tile, kv_head, row, max, total, acc);
-    case Type::fp16: return write_row<fp16>(a, tile, kv_head, row, max, total, acc);
-    default: return write_row<float>(a, tile, kv_head, row, max, total, acc);
+    if (n < count) weigh<T, by>(a, tile, piece.kv_head, rows, x, *now, piece.first_block + n, 2 * kBlock * (n + 1) + kLead, ahead);
+    Block* free = last;
+    last = now, now = next, next = free;
   }
 }
 
@@ -256,7 +315,10 @@ inline void piece(const AttendArgs& a, const Piece& p, float* scratch, float* st
   constexpr bool dot = false;
 #endif
   if (dot) {
-    copy_queries(a, tile, p.kv_head, x);
+#if FLEX_DOT_BF16
+    std::memset(x.q16, 0, x.rows4 * x.d * sizeof(bf16));
+    copy_queries(a, tile, p.kv_head, rows, x);
+#endif
   } else {
     switch (a.q_type) {
       case Type::bf16: widen_queries<bf16>(a, tile, p.kv_head, x); break;
@@ -264,6 +326,12 @@ inline void piece(const AttendArgs& a, const Piece& p, float* scratch, float* st
       default: widen_queries<float>(a, tile, p.kv_head, x);
     }
   }
+#if FLEX_DOT_INT8
+  const bool integers = a.q_type == Type::bf16 && a.kv_type == Type::int8;  // who gives more digits gets fp32
+  if (integers)
+    for (int64_t r = 0; r < x.rows4; r += kRows)
+      lay_queries8(x.q + r * x.d, x.d, std::min<int64_t>(rows - r, kRows), a.head_dim, x.d, x.queries8(r));
+#endif
   std::fill(x.s, x.s + x.rows4 * kBlock, 0.0f);
   std::fill(x.acc, x.acc + x.rows4 * x.dv, 0.0f);
   std::fill(x.max, x.max + x.rows4, kNone);
@@ -271,16 +339,25 @@ inline void piece(const AttendArgs& a, const Piece& p, float* scratch, float* st
   std::fill(x.p, x.p + x.rows4 * kBlock, 0.0f);
 #if FLEX_DOT_BF16
   if (dot) {
-    blocks<bf16, true>(a, p, x);
+    blocks<bf16, By::bf16>(a, p, x);
     for (int64_t row = 0; row < rows; ++row) restore_order(x.acc + row * x.dv, x.dv);
   } else
 #endif
     switch (a.kv_type) {
-      case Type::bf16: blocks<bf16, false>(a, p, x); break;
-      case Type::fp16: blocks<fp16, false>(a, p, x); break;
-      case Type::int8: blocks<int8_t, false>(a, p, x); break;
-      default: blocks<float, false>(a, p, x);
+      case Type::bf16: blocks<bf16, By::fp32>(a, p, x); break;
+      case Type::fp16: blocks<fp16, By::fp32>(a, p, x); break;
+      case Type::int8:
+#if FLEX_DOT_INT8
+        if (integers) {
+          blocks<int8_t, By::int8>(a, p, x);
+          break;
+        }
+#endif
+        blocks<int8_t, By::fp32>(a, p, x);
+        break;
+      default: blocks<float, By::fp32>(a, p, x);
     }
+  if (a.pass == Pass::score) return;
   for (int64_t row = 0; row < rows; ++row) {
     if (!state) {
       write(a, tile, p.kv_head, row, x.max[row], x.sum[row], x.acc + row * x.dv);
@@ -291,29 +368,6 @@ inline void piece(const AttendArgs& a, const Piece& p, float* scratch, float* st
     to[1] = x.sum[row];
     std::memcpy(to + 2, x.acc + row * x.dv, x.dv * sizeof(float));
   }
-}
-
-// States merge by (maximum, total, sum): associative, and a state that saw nothing changes nothing.
-inline void merge(const AttendArgs& a, int64_t tile, int64_t kv_head, const float* const* states, int64_t count) {
-  const int64_t rows = a.heads / a.kv_heads * a.tiles[tile].count, dv = padded(a.v_head_dim);
-  float* acc = new float[dv];
-  for (int64_t row = 0; row < rows; ++row) {
-    float max = kNone, total = 0;
-    for (int64_t i = 0; i < count; ++i) {
-      const float m = states[i][row * (2 + dv)];
-      max = m > max || m != m ? m : max;
-    }
-    std::fill(acc, acc + dv, 0.0f);
-    for (int64_t i = 0; i < count; ++i) {
-      const float* from = states[i] + row * (2 + dv);
-      if (from[0] == kNone) continue;
-      const float factor = std::exp(from[0] - max);
-      total += from[1] * factor;
-      for (int64_t d = 0; d < dv; ++d) acc[d] += from[2 + d] * factor;
-    }
-    write(a, a.tiles[tile], kv_head, row, max, total, acc);
-  }
-  delete[] acc;
 }
 
 }  // namespace FLEX_ISA

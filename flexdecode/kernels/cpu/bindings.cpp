@@ -1,11 +1,13 @@
 // The only file that knows torch: tensors in, raw pointers out to the kernels, threads from torch's own pool.
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
+#include <ATen/cpu/Utils.h>
+#include <ATen/native/CPUBlas.h>
 #include <ATen/ops/empty.h>
 #include <torch/library.h>
 
+#include <algorithm>
 #include <atomic>
-#include <map>
 
 #include "dispatch.h"
 
@@ -24,6 +26,22 @@ const Kernels& kernels() {
   return *k;
 }
 
+// Products of bf16 matrices by torch's micro-kernels, where they have what ours have not: AMX.
+const bool amx = at::cpu::init_amx();
+std::atomic<bool> theirs{amx};
+
+flex::Gemm torch_products() {
+  flex::Gemm products;
+  products.bf16 = [](int64_t m, int64_t n, int64_t k, int64_t lda, int64_t ldb, int64_t ldc, bool add, const void* a, const void* b, float* c) {
+    at::native::cpublas::brgemm(m, n, k, lda, ldb, ldc, add, static_cast<const at::BFloat16*>(a), static_cast<const at::BFloat16*>(b), c, true);
+  };
+  products.done = [] { at::native::cpublas::brgemm_release(true); };
+  return products;
+}
+
+bool uses_torch_products() { return theirs.load(); }
+void use_torch_products(bool yes) { theirs.store(yes); }
+
 flex::Type type_of(const Tensor& t) {
   switch (t.scalar_type()) {
     case at::kFloat: return flex::Type::fp32;
@@ -34,25 +52,41 @@ flex::Type type_of(const Tensor& t) {
   }
 }
 
-// tiles [n, 6]: row, count, start, stop, offset into `table`, offset into `bits` (-1: all visible).
-std::vector<flex::Tile> tiles_of(const Tensor& tiles, const Tensor& table, const Tensor& bits) {
-  TORCH_CHECK(tiles.dim() == 2 && tiles.size(1) == 6 && tiles.scalar_type() == at::kLong && tiles.is_contiguous(), "attend: tiles");
-  TORCH_CHECK(table.scalar_type() == at::kInt && bits.scalar_type() == at::kLong, "attend: table int32, bits int64");
+// A plan as Python packs it: `tiles` [n, 12] holds numbers and offsets into the other arrays (-1: none).
+std::vector<flex::Tile> tiles_of(const Tensor& tiles, const Tensor& table, const Tensor& blocks, const Tensor& bits_at, const Tensor& bits,
+                                 const Tensor& q_idx) {
+  TORCH_CHECK(tiles.dim() == 2 && tiles.size(1) == 12 && tiles.scalar_type() == at::kLong && tiles.is_contiguous(), "attend: tiles");
   std::vector<flex::Tile> found;
   const int64_t* t = tiles.const_data_ptr<int64_t>();
-  for (int64_t i = 0; i < tiles.size(0); ++i, t += 6) {
-    const auto* words = t[5] < 0 ? nullptr : reinterpret_cast<const uint64_t*>(bits.const_data_ptr<int64_t>()) + t[5];
-    found.push_back({t[0], t[1], t[2], t[3], table.const_data_ptr<int32_t>() + t[4], words});
+  for (int64_t i = 0; i < tiles.size(0); ++i, t += 12) {
+    flex::Tile tile{};
+    tile.row = t[0], tile.count = t[1], tile.length = t[2], tile.kv_head = t[3], tile.base = t[4];
+    tile.table = t[5] < 0 ? nullptr : table.const_data_ptr<int32_t>() + t[5];
+    tile.block_count = t[6];
+    tile.blocks = blocks.const_data_ptr<int32_t>() + t[7];
+    tile.bits_at = bits_at.const_data_ptr<int32_t>() + t[7];
+    tile.bits = reinterpret_cast<const uint64_t*>(bits.const_data_ptr<int64_t>()) + t[8];
+    tile.bit_rows = t[9];
+    tile.q_idx = q_idx.const_data_ptr<int64_t>() + t[10];
+    tile.scores = t[11];
+    found.push_back(tile);
   }
   return found;
 }
 
-int64_t block_count(const flex::Tile& t) {
-  return t.stop > t.start ? (t.stop + flex::kBlock - 1) / flex::kBlock - t.start / flex::kBlock : 0;
+// Score steps: `kinds` [n], `numbers` [n, 2], tables [H, ·] fp32 or none.
+std::vector<flex::ScoreOp> ops_of(at::IntArrayRef kinds, at::ArrayRef<double> numbers, const c10::List<std::optional<Tensor>>& tables) {
+  std::vector<flex::ScoreOp> found;
+  for (size_t i = 0; i < kinds.size(); ++i) {
+    const std::optional<Tensor> table = tables.get(i);
+    found.push_back({static_cast<int32_t>(kinds[i]), static_cast<float>(numbers[2 * i]), static_cast<float>(numbers[2 * i + 1]),
+                     table ? table->const_data_ptr<float>() : nullptr, table && table->dim() > 1 ? table->size(1) : 0});
+  }
+  return found;
 }
 
-// Pieces of at most `split` blocks; with 0, an eighth of the sequence, from 4 to 16 blocks: enough pieces for the threads
-// to share, long enough for a merge to cost nothing. What a sequence is cut into depends on its own length alone, so its
+// Pieces of at most `split` blocks; with 0, an eighth of what the tile sees, from 4 to 16 blocks: enough pieces for the threads
+// to share, long enough for a merge to cost nothing. What a tile is cut into depends on its own blocks alone, so its
 // result has the same bits in any company and on any number of threads.
 int64_t piece_blocks(int64_t blocks, int64_t split) {
   return split > 0 ? split : std::clamp<int64_t>((blocks + 7) / 8, 4, 16);
@@ -61,8 +95,10 @@ int64_t piece_blocks(int64_t blocks, int64_t split) {
 std::vector<Piece> divide(const AttendArgs& a, int64_t split, int64_t& states) {
   std::vector<Piece> pieces;
   for (int64_t t = 0; t < a.tile_count; ++t) {
-    const int64_t n = block_count(a.tiles[t]), size = piece_blocks(n, split);
-    for (int64_t h = 0; h < a.kv_heads; ++h) {
+    const flex::Tile& tile = a.tiles[t];
+    const int64_t n = tile.block_count, size = piece_blocks(n, split);
+    const int64_t first = tile.kv_head < 0 ? 0 : tile.kv_head, last = tile.kv_head < 0 ? a.kv_heads : tile.kv_head + 1;
+    for (int64_t h = first; h < last; ++h) {
       int64_t at = 0;
       do {
         const int64_t stop = std::min(n, at + size);
@@ -74,7 +110,7 @@ std::vector<Piece> divide(const AttendArgs& a, int64_t split, int64_t& states) {
   return pieces;
 }
 
-void run(const AttendArgs& a, int64_t split) {
+void run_few(const AttendArgs& a, int64_t split) {
   const Kernels& kernel = kernels();
   int64_t most = 0, count = 0;
   for (int64_t t = 0; t < a.tile_count; ++t) most = std::max(most, a.heads / a.kv_heads * a.tiles[t].count);
@@ -89,6 +125,7 @@ void run(const AttendArgs& a, int64_t split) {
     for (int64_t i = begin; i < end; ++i)
       kernel.piece(a, pieces[i], own, pieces[i].slot < 0 ? nullptr : states + pieces[i].slot * state);
   });
+  if (a.pass == flex::Pass::score) return;
   std::vector<const float*> parts;
   for (size_t i = 0; i < pieces.size(); ++i) {
     const Piece& p = pieces[i];
@@ -101,18 +138,42 @@ void run(const AttendArgs& a, int64_t split) {
   }
 }
 
-// q [T, H, D]; k, v [C, S, D]; see kernels/ops.py for the rest. Shapes were checked there.
-void attend_few(const Tensor& q, const Tensor& k, const Tensor& v, const std::optional<Tensor>& k_scale, const std::optional<Tensor>& v_scale,
-                const Tensor& tiles, const Tensor& table, const Tensor& bits, int64_t page, double scale, double softcap,
-                const std::optional<Tensor>& sinks, int64_t split, Tensor& out, const std::optional<Tensor>& lse) {
-  const auto held = tiles_of(tiles, table, bits);
+// Tiles of many queries, the longest first, each to the thread that is free.
+void run_many(const AttendArgs& a) {
+  const Kernels& kernel = kernels();
+  std::vector<std::pair<int64_t, int64_t>> items;  // (tile, kv head)
+  for (int64_t t = 0; t < a.tile_count; ++t)
+    for (int64_t h = 0; h < a.kv_heads; ++h)
+      if (a.tiles[t].kv_head < 0 || a.tiles[t].kv_head == h) items.emplace_back(t, h);
+  const auto work = [&](const std::pair<int64_t, int64_t>& item) { return a.tiles[item.first].count * a.tiles[item.first].block_count; };
+  std::stable_sort(items.begin(), items.end(), [&](const auto& x, const auto& y) { return work(x) > work(y); });
+  const int64_t scratch = kernel.many_scratch_floats(a), threads = std::min<int64_t>(at::get_num_threads(), items.size());
+  Tensor floats = at::empty({threads * scratch}, at::kFloat);
+  float* own = floats.mutable_data_ptr<float>();
+  const flex::Gemm products = theirs.load() ? torch_products() : flex::Gemm{};
+  std::atomic<size_t> next{0};
+  at::parallel_for(0, threads, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t thread = begin; thread < end; ++thread)
+      for (size_t i = next++; i < items.size(); i = next++)
+        kernel.many(a, products, items[i].first, items[i].second, own + thread * scratch);
+  });
+}
+
+// q [T, H, D]; k, v [C, S, D]; see kernels/attention.py for the rest. Shapes were checked there.
+void attend(const Tensor& q, const Tensor& k, const Tensor& v, const std::optional<Tensor>& k_scale, const std::optional<Tensor>& v_scale,
+            const Tensor& tiles, const Tensor& table, const Tensor& blocks, const Tensor& bits_at, const Tensor& bits, const Tensor& q_idx,
+            int64_t page, double scale, at::IntArrayRef op_kinds, at::ArrayRef<double> op_numbers,
+            const c10::List<std::optional<Tensor>>& op_tables, const std::optional<Tensor>& sinks, bool many, int64_t split, int64_t only,
+            const std::optional<Tensor>& scores, Tensor& out, const std::optional<Tensor>& lse) {
+  const auto held = tiles_of(tiles, table, blocks, bits_at, bits, q_idx);
+  const auto ops = ops_of(op_kinds, op_numbers, op_tables);
   AttendArgs a{};
   a.q = q.const_data_ptr();
-  a.q_token = q.stride(0);
-  a.q_head = q.stride(1);
+  a.q_token = q.stride(0), a.q_head = q.stride(1);
   a.q_type = type_of(q);
-  a.k = k.const_data_ptr();
-  a.v = v.const_data_ptr();
+  a.k = k.const_data_ptr(), a.v = v.const_data_ptr();
+  a.k_head = k.stride(0), a.k_slot = k.stride(1);
+  a.v_head = v.stride(0), a.v_slot = v.stride(1);
   a.k_scale = k_scale ? k_scale->const_data_ptr<float>() : nullptr;
   a.v_scale = v_scale ? v_scale->const_data_ptr<float>() : nullptr;
   a.kv_type = type_of(k);
@@ -125,12 +186,16 @@ void attend_few(const Tensor& q, const Tensor& k, const Tensor& v, const std::op
   a.tiles = held.data();
   a.tile_count = held.size();
   a.scale = scale;
-  a.softcap = softcap;
+  a.ops = ops.data();
+  a.op_count = ops.size();
   a.sinks = sinks ? sinks->const_data_ptr<float>() : nullptr;
   a.out = out.mutable_data_ptr();
   a.lse = lse ? lse->mutable_data_ptr<float>() : nullptr;
-  run(a, split);
+  a.pass = static_cast<flex::Pass>(only);
+  a.scores = scores ? scores->mutable_data_ptr<float>() : nullptr;
+  many ? run_many(a) : run_few(a, split);
 }
+
 
 std::vector<std::string> isas() {
   std::vector<std::string> names;
@@ -149,11 +214,14 @@ void use_isa(const std::string& name) {
 }  // namespace
 
 TORCH_LIBRARY(flexdecode, m) {
-  m.def("attend_few(Tensor q, Tensor k, Tensor v, Tensor? k_scale, Tensor? v_scale, Tensor tiles, Tensor table, Tensor bits, "
-        "int page, float scale, float softcap, Tensor? sinks, int split, Tensor(a!) out, Tensor(b!)? lse) -> ()");
+  m.def("attend(Tensor q, Tensor k, Tensor v, Tensor? k_scale, Tensor? v_scale, Tensor tiles, Tensor table, Tensor blocks, "
+        "Tensor bits_at, Tensor bits, Tensor q_idx, int page, float scale, int[] op_kinds, float[] op_numbers, Tensor?[] op_tables, "
+        "Tensor? sinks, bool many, int split, int only, Tensor(a!)? scores, Tensor(b!) out, Tensor(c!)? lse) -> ()");
   m.def("isas() -> str[]", &isas);
   m.def("isa() -> str", &isa);
   m.def("use_isa(str name) -> ()", &use_isa);
+  m.def("torch_products() -> bool", &uses_torch_products);
+  m.def("use_torch_products(bool yes) -> ()", &use_torch_products);
 }
 
-TORCH_LIBRARY_IMPL(flexdecode, CPU, m) { m.impl("attend_few", &attend_few); }
+TORCH_LIBRARY_IMPL(flexdecode, CPU, m) { m.impl("attend", &attend); }

@@ -4,7 +4,7 @@
 #include <string>
 #include <vector>
 
-#include "attend.h"
+#include "pieces.h"
 
 namespace flex {
 
@@ -16,7 +16,7 @@ FLEX_ISAS(FLEX_DECLARE)
 inline bool runs_here(const std::string& isa) {
 #if defined(__x86_64__)
   __builtin_cpu_init();
-  if (isa == "avx512bf16") return runs_here("avx512") && __builtin_cpu_supports("avx512bf16");
+  if (isa == "avx512bf16") return runs_here("avx512") && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni");
   if (isa == "avx512") {
     return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
            __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("fma");

@@ -5,7 +5,9 @@
 // `restore_order` undoes once a piece.
 #pragma once
 
+#include "ahead.h"
 #include "attend.h"
+#include "products.h"
 #include "vec.h"
 
 #if defined(__AVX512BF16__) && !defined(FLEX_PORTABLE)
@@ -14,69 +16,99 @@
 namespace flex {
 namespace FLEX_ISA {
 
-FLEX_INLINE __m512bh load_pairs(const bf16* p, __mmask32 mask) {
-  return (__m512bh)_mm512_maskz_loadu_epi16(mask, p);
+// Queries of four rows, laid so that one register faces 16 bytes of a key: [dim / 8][row][8], zeros behind dim.
+inline void lay_quarters(const bf16* const* rows, int64_t count, int64_t dim, int64_t padded, bf16* out) {
+  std::memset(out, 0, 4 * padded * sizeof(bf16));
+  for (int64_t r = 0; r < count; ++r)
+    for (int64_t d = 0; d < dim; ++d) out[d / 8 * 32 + r * 8 + d % 8] = rows[r][d];
 }
 
-// Scores of four rows and four keys, as scores4x4; q is bf16 here.
-FLEX_INLINE void dots4x4(const bf16* q, int64_t q_stride, const bf16* const* k, int64_t dim, vf* acc, bool ahead) {
+// 16 bytes of a key in all four quarters; what lies behind the key's end is not looked at.
+FLEX_INLINE __m512bh quarters(const bf16* k) {
+  return (__m512bh)_mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(k)));
+}
+FLEX_INLINE __m512bh quarters(const bf16* k, int64_t left) {
+  return (__m512bh)_mm512_broadcast_i32x4(_mm_maskz_loadu_epi16(static_cast<__mmask8>((1 << left) - 1), k));
+}
+
+// Scores of four rows (quarters of q) and eight keys: s[64·row + key]. A key's 16 bytes meet all four rows in one
+// instruction, so that little is left to add up across a register.
+FLEX_INLINE void dots4x8(const bf16* q, const bf16* const* k, int64_t dim, float* s, Ahead& ahead) {
+  __m512 sum[8] = {};
+  int64_t i = 0;
+  for (; i + 8 <= dim; i += 8) {
+    const __m512bh query = (__m512bh)_mm512_loadu_si512(q + 4 * i);
+    ahead.fetch(1 + (i >> 3 & 1));
+#pragma GCC unroll 8
+    for (int j = 0; j < 8; ++j) sum[j] = _mm512_dpbf16_ps(sum[j], query, quarters(k[j] + i));
+  }
+  if (i < dim) {
+    const __m512bh query = (__m512bh)_mm512_loadu_si512(q + 4 * i);
+    for (int j = 0; j < 8; ++j) sum[j] = _mm512_dpbf16_ps(sum[j], query, quarters(k[j] + i, dim - i));
+  }
+#pragma GCC unroll 2
+  for (int half = 0; half < 2; ++half) {
+    const __m512 out = sum_quarters(sum[4 * half], sum[4 * half + 1], sum[4 * half + 2], sum[4 * half + 3]);
+    store_quarters(out, s + 4 * half);
+  }
+}
+
+FLEX_INLINE __mmask32 mask_of(int64_t left) { return left >= 32 ? ~__mmask32{0} : left > 0 ? (__mmask32{1} << left) - 1 : 0; }
+
+// Scores of one row and sixteen keys.
+FLEX_INLINE void dots1x16(const bf16* q, const bf16* const* k, int64_t dim, float* s, Ahead& ahead) {
   __m512 sum[16] = {};
   for (int64_t i = 0; i < dim; i += 32) {
-    const __mmask32 mask = dim - i >= 32 ? ~__mmask32{0} : (__mmask32{1} << (dim - i)) - 1;
-    __m512bh key[4];
-#pragma GCC unroll 4
-    for (int j = 0; j < 4; ++j) {
-      key[j] = load_pairs(k[j] + i, mask);
-      if (ahead) fetch_ahead(k[j] + i);
-    }
-#pragma GCC unroll 4
-    for (int r = 0; r < 4; ++r) {
-      const __m512bh query = (__m512bh)_mm512_loadu_si512(q + r * q_stride + i);
-#pragma GCC unroll 4
-      for (int j = 0; j < 4; ++j) sum[r * 4 + j] = _mm512_dpbf16_ps(sum[r * 4 + j], query, key[j]);
+    const __mmask32 mask = mask_of(dim - i);
+    const __m512bh query = (__m512bh)_mm512_maskz_loadu_epi16(mask, q + i);
+#pragma GCC unroll 16
+    for (int j = 0; j < 16; ++j) {
+      sum[j] = _mm512_dpbf16_ps(sum[j], query, (__m512bh)_mm512_maskz_loadu_epi16(mask, k[j] + i));
+      ahead.fetch(1);
     }
   }
+  vf acc[16];
 #pragma GCC unroll 16
-  for (int i = 0; i < 16; ++i) acc[i] = (vf)sum[i];
+  for (int j = 0; j < 16; ++j) acc[j] = (vf)sum[j];
+  sums16(acc, s);
 }
 
-// acc[row] += p[row][j] · v[j] for four rows over n keys; p is bf16 [4, 64] with zeros behind n; v[n] may be read.
-FLEX_INLINE void weighted4_dot(float* acc, int64_t dv, const bf16* p, const bf16* const* v, int64_t n, int64_t dim, bool ahead) {
-  for (int64_t i = 0; i < dim; i += 64) {
-    const auto mask_of = [&](int64_t at) -> __mmask32 {
-      return dim - at >= 32 ? ~__mmask32{0} : dim > at ? (__mmask32{1} << (dim - at)) - 1 : 0;
-    };
-    const __mmask32 first = mask_of(i), second = mask_of(i + 32);
-    const bool wide = second != 0;
-    __m512 sum[4][4];
+// acc[row] += p[row][j] · v[j] for R rows over n keys, in columns of 16 C; p is bf16 [R, 64] with zeros behind n; v[n]
+// may be read.
+template <int R, int C>
+FLEX_INLINE void weighted_dot(float* acc, int64_t dv, const bf16* p, const bf16* const* v, int64_t n, int64_t dim, Ahead& ahead) {
+  for (int64_t i = 0; i < dim; i += 16 * C) {
+    __mmask32 mask[C / 2];
+#pragma GCC unroll 8
+    for (int c = 0; c < C / 2; ++c) mask[c] = mask_of(dim - i - 32 * c);
+    __m512 sum[R][C];
 #pragma GCC unroll 4
-    for (int r = 0; r < 4; ++r)
-#pragma GCC unroll 4
-      for (int c = 0; c < 4; ++c)
-        sum[r][c] = c < 2 || wide ? _mm512_loadu_ps(acc + r * dv + i + 16 * c) : _mm512_setzero_ps();
+    for (int r = 0; r < R; ++r)
+#pragma GCC unroll 8
+      for (int c = 0; c < C; ++c) sum[r][c] = mask[c / 2] ? _mm512_loadu_ps(acc + r * dv + i + 16 * c) : _mm512_setzero_ps();
     for (int64_t j = 0; j < n; j += 2) {
-      if (ahead) {
-        fetch_ahead(v[j] + i), fetch_ahead(v[j] + i + 32);
-        fetch_ahead(v[j + 1] + i), fetch_ahead(v[j + 1] + i + 32);
+      ahead.fetch(R == 1 ? 4 : 3);
+      __m512bh pairs[C];
+#pragma GCC unroll 8
+      for (int c = 0; c < C; c += 2) {
+        const __m512i a = _mm512_maskz_loadu_epi16(mask[c / 2], v[j] + i + 16 * c), b = _mm512_maskz_loadu_epi16(mask[c / 2], v[j + 1] + i + 16 * c);
+        pairs[c] = (__m512bh)_mm512_unpacklo_epi16(a, b);
+        pairs[c + 1] = (__m512bh)_mm512_unpackhi_epi16(a, b);
       }
-      const __m512i a0 = _mm512_maskz_loadu_epi16(first, v[j] + i), b0 = _mm512_maskz_loadu_epi16(first, v[j + 1] + i);
-      const __m512i a1 = _mm512_maskz_loadu_epi16(second, v[j] + i + 32), b1 = _mm512_maskz_loadu_epi16(second, v[j + 1] + i + 32);
-      const __m512bh pairs[4] = {(__m512bh)_mm512_unpacklo_epi16(a0, b0), (__m512bh)_mm512_unpackhi_epi16(a0, b0),
-                                 (__m512bh)_mm512_unpacklo_epi16(a1, b1), (__m512bh)_mm512_unpackhi_epi16(a1, b1)};
 #pragma GCC unroll 4
-      for (int r = 0; r < 4; ++r) {
+      for (int r = 0; r < R; ++r) {
         int32_t two;
         std::memcpy(&two, p + r * kBlock + j, 4);
         const __m512bh weights = (__m512bh)_mm512_set1_epi32(two);
-#pragma GCC unroll 4
-        for (int c = 0; c < 4; ++c) sum[r][c] = _mm512_dpbf16_ps(sum[r][c], pairs[c], weights);
+#pragma GCC unroll 8
+        for (int c = 0; c < C; ++c) sum[r][c] = _mm512_dpbf16_ps(sum[r][c], pairs[c], weights);
       }
     }
 #pragma GCC unroll 4
-    for (int r = 0; r < 4; ++r)
-#pragma GCC unroll 4
-      for (int c = 0; c < 4; ++c)
-        if (c < 2 || wide) _mm512_storeu_ps(acc + r * dv + i + 16 * c, sum[r][c]);
+    for (int r = 0; r < R; ++r)
+#pragma GCC unroll 8
+      for (int c = 0; c < C; ++c)
+        if (mask[c / 2]) _mm512_storeu_ps(acc + r * dv + i + 16 * c, sum[r][c]);
   }
 }
 
@@ -85,7 +117,7 @@ FLEX_INLINE void round_weights(vf p, bf16* out) {
   std::memcpy(out, &h, sizeof h);
 }
 
-// Columns as weighted4_dot leaves them, 32 at a time: quarters 0-3, 8-11, 16-19, 24-27, then 4-7, 12-15, 20-23, 28-31.
+// Columns as weighted_dot leaves them, 32 at a time: quarters 0-3, 8-11, 16-19, 24-27, then 4-7, 12-15, 20-23, 28-31.
 inline void restore_order(float* acc, int64_t dv) {
   for (int64_t i = 0; i < dv; i += 32) {
     float from[32];

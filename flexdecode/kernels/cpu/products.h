@@ -6,6 +6,7 @@
 
 #include <algorithm>
 
+#include "ahead.h"
 #include "attend.h"
 #include "vec.h"
 
@@ -41,6 +42,23 @@ FLEX_INLINE void sums16(const vf* v, float* out) {
 #endif
 }
 
+#if defined(__AVX512F__) && !defined(FLEX_PORTABLE)
+// Sums within quarters of four vectors: lane 4·row + key.
+FLEX_INLINE __m512 sum_quarters(__m512 a, __m512 b, __m512 c, __m512 d) {
+  const __m512 ab = _mm512_unpacklo_ps(a, b) + _mm512_unpackhi_ps(a, b), cd = _mm512_unpacklo_ps(c, d) + _mm512_unpackhi_ps(c, d);
+  const __m512d x = _mm512_castps_pd(ab), y = _mm512_castps_pd(cd);
+  return _mm512_castpd_ps(_mm512_unpacklo_pd(x, y)) + _mm512_castpd_ps(_mm512_unpackhi_pd(x, y));
+}
+
+// Lane 4·row + key of four rows and four keys, to s[64·row + key].
+FLEX_INLINE void store_quarters(__m512 x, float* s) {
+  _mm_storeu_ps(s, _mm512_castps512_ps128(x));
+  _mm_storeu_ps(s + kBlock, _mm512_extractf32x4_ps(x, 1));
+  _mm_storeu_ps(s + 2 * kBlock, _mm512_extractf32x4_ps(x, 2));
+  _mm_storeu_ps(s + 3 * kBlock, _mm512_extractf32x4_ps(x, 3));
+}
+#endif
+
 // Scores of four rows and four keys: out[4·row + key] = q[row] · k[key].
 template <class T>
 FLEX_INLINE void scores4x4(const float* q, int64_t d_padded, const T* const* k, int64_t dim, float* out) {
@@ -65,7 +83,7 @@ FLEX_INLINE void scores4x4(const float* q, int64_t d_padded, const T* const* k, 
 
 // acc[row] += p[row][j] · v[j] for four rows over n keys, in columns of four vectors.
 template <class T>
-FLEX_INLINE void weighted4(float* acc, int64_t dv, const float* p, const T* const* v, int64_t n, int64_t dim, bool ahead) {
+FLEX_INLINE void weighted4(float* acc, int64_t dv, const float* p, const T* const* v, int64_t n, int64_t dim, Ahead& ahead) {
   constexpr int kColumns = 4;
   int64_t i = 0;
   for (; i + kColumns * W <= dim; i += kColumns * W) {
@@ -74,7 +92,7 @@ FLEX_INLINE void weighted4(float* acc, int64_t dv, const float* p, const T* cons
       for (int c = 0; c < kColumns; ++c) sum[r][c] = load(acc + r * dv + i + c * W);
     for (int64_t j = 0; j < n; ++j) {
       const T* row = v[j] + i;
-      if (i == 0 && ahead) fetch_row_ahead(v[j], dim);
+      ahead.fetch(2);
       vf value[kColumns];
       for (int c = 0; c < kColumns; ++c) value[c] = load(row + c * W);
       for (int r = 0; r < kRows; ++r) {

@@ -139,26 +139,59 @@ FLEX_INLINE vf load_part(const T* p, int n) {
 
 FLEX_INLINE vf vmax(vf a, vf b) { return a > b ? a : b; }
 
+// `a` in lanes whose bit is set, `b` in the others.
+FLEX_INLINE vf where(uint64_t bits, vf a, vf b) {
+#if defined(__AVX512F__) && !defined(FLEX_PORTABLE)
+  return (vf)_mm512_mask_mov_ps((__m512)b, static_cast<__mmask16>(bits), (__m512)a);
+#else
+  vi lane;
+  for (int i = 0; i < W; ++i) lane[i] = -static_cast<int32_t>(bits >> i & 1);
+  return lane ? a : b;
+#endif
+}
+
 // Reductions by halving: log W steps instead of W additions that wait for each other.
 FLEX_INLINE float sum(vf v) {
+#if defined(__AVX512F__) && !defined(FLEX_PORTABLE)
+  return _mm512_reduce_add_ps((__m512)v);
+#else
   float t[W];
   std::memcpy(t, &v, sizeof v);
   for (int step = W / 2; step > 0; step /= 2)
     for (int i = 0; i < step; ++i) t[i] += t[i + step];
   return t[0];
+#endif
 }
 
-FLEX_INLINE float most(vf v) {  // NaN if any is
+FLEX_INLINE float most(vf v) {
+#if defined(__AVX512F__) && !defined(FLEX_PORTABLE)
+  return _mm512_reduce_max_ps((__m512)v);
+#else
   float t[W];
   std::memcpy(t, &v, sizeof v);
   for (int step = W / 2; step > 0; step /= 2)
-    for (int i = 0; i < step; ++i) t[i] = t[i] > t[i + step] || t[i] != t[i] ? t[i] : t[i + step];
+    for (int i = 0; i < step; ++i) t[i] = t[i] > t[i + step] ? t[i] : t[i + step];
   return t[0];
+#endif
 }
 
 // exp to about 1 ulp in [-87, 88], 0 below, infinity above: 2^n · p(r), r in [-ln2/2, ln2/2], Cody and Waite's split of
 // ln 2. Minus infinity gives exactly 0.
 FLEX_INLINE vf vexp(vf x) {
+#if defined(__AVX512F__) && !defined(FLEX_PORTABLE)
+  // 2^n · 2^r by instructions that know every edge: n is taken from x / ln 2, and 2^r is its series to the sixth power.
+  const __m512 y = _mm512_max_ps(_mm512_set1_ps(-1000.0f), _mm512_mul_ps((__m512)x, _mm512_set1_ps(1.44269504f)));  // NaN stays
+  const __m512 whole = _mm512_roundscale_ps(y, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+  const vf r = (vf)_mm512_sub_ps(y, whole);
+  vf q = splat(1.54035304e-4f);
+  q = q * r + 1.33335581e-3f;
+  q = q * r + 9.61812911e-3f;
+  q = q * r + 5.55041087e-2f;
+  q = q * r + 2.40226507e-1f;
+  q = q * r + 6.93147181e-1f;
+  q = q * r + 1.0f;
+  return (vf)_mm512_scalef_ps((__m512)q, whole);
+#else
   const vf low = splat(-87.3365447f), high = splat(88.7228317f);
   const vf inside = x < low ? low : (x > high ? high : x);
   const vf shifted = inside * 1.44269504f + 12582912.0f;  // 1.5 · 2^23: the integer part lands in the low bits
@@ -175,6 +208,7 @@ FLEX_INLINE vf vexp(vf x) {
   const vf result = p * (vf)power;
   const vf capped = x > high ? splat(std::numeric_limits<float>::infinity()) : result;
   return x < low ? vf{} : capped;
+#endif
 }
 
 // tanh by exp(-2|x|), which never overflows.
@@ -183,21 +217,6 @@ FLEX_INLINE vf vtanh(vf x) {
   const vf e = vexp(magnitude * -2.0f);
   const vf t = (1.0f - e) / (1.0f + e);
   return x < 0.0f ? -t : t;
-}
-
-// How far ahead the bytes of a stream are asked for. The machine's own prefetcher loses the thread between the keys'
-// stream and the values'; 9 KB were the best of 3 … 16 at every head_dim (docs/log.md).
-constexpr int64_t kAheadBytes = 9216;
-
-// Asks for what lies that far behind `at`, in the common case that the next page follows.
-template <class T>
-FLEX_INLINE void fetch_ahead(const T* at) {
-  __builtin_prefetch(reinterpret_cast<const char*>(at) + kAheadBytes);
-}
-
-template <class T>
-FLEX_INLINE void fetch_row_ahead(const T* row, int64_t dim) {
-  for (int64_t d = 0; d < dim; d += 64 / int64_t(sizeof(T))) fetch_ahead(row + d);
 }
 
 }  // namespace FLEX_ISA

@@ -14,16 +14,38 @@ from flexdecode.attention.backends import reference
 from flexdecode.attention.backends.reference import Reference
 from flexdecode.attention.masks import Mask, causal, chunked, window
 from flexdecode.attention.plan import plan_attention
-from flexdecode.attention.scores import ScoreMod, softcap
-from tests.attention.dense import Filled, Holes, Stripes, check, dense, filled, queries, run, tolerance, visible
+from flexdecode.attention.scores import Score, ScoreMod, softcap
+from tests.attention.dense import (
+    ByHead,
+    Ends,
+    Filled,
+    Holes,
+    Stripes,
+    check,
+    dense,
+    filled,
+    queries,
+    run,
+    tolerance,
+    visible,
+)
 
 BACKEND = Reference()
-MASKS = [causal(), causal() & window(5), causal() & chunked(16), Holes(2), Holes(3, exact=True), Stripes(3, first=30)]
+MASKS = [
+    causal(),
+    causal() & window(5),
+    causal() & chunked(16),
+    Holes(2),
+    Holes(3, exact=True),
+    Stripes(3, first=30),
+    ByHead((causal(), Stripes(3, first=30))),
+    ByHead((Holes(2), causal() & window(5), causal()), opaque=True),
+]
 every_mask = pytest.mark.parametrize("mask", MASKS, ids=str)
 
 
 def both(f: Filled, q_THD: Tensor, q_lens: list[int], mask: Mask, **options: Any) -> tuple[Tensor, Tensor]:
-    plan = plan_attention(f.cache, f.sequences, q_lens, mask)
+    plan = plan_attention(f.cache, f.sequences, q_lens, mask, heads=q_THD.shape[1])
     out, lse = attend(q_THD, f.cache, 0, plan, backend=BACKEND, return_lse=True, **options)
     return out, lse
 
@@ -40,13 +62,13 @@ def test_lse_is_the_natural_log_of_the_sum(mask: Mask, q_len: int, with_sinks: b
     out, lse = both(f, q, [q_len], mask, sinks=sinks)
     assert lse.dtype == torch.float32
     assert lse.shape == (q_len, 6)
-    seen = visible(mask, torch.arange(40 - q_len, 40), 40)
+    seen = visible(mask, torch.arange(40 - q_len, 40), 40, heads=6)
     wanted, wanted_lse = dense(q, f.k[0], f.v[0], seen, sinks_H=sinks)
     torch.testing.assert_close(lse.double(), wanted_lse, atol=1e-5, rtol=1e-5)
     weighted, _ = dense(q, f.k[0], f.v[0].abs(), seen, sinks_H=sinks)
     assert bool(((out.double() - wanted).abs() <= tolerance(dtype, weighted)).all())
     if not with_sinks:
-        assert torch.equal(lse.isinf().all(1), ~seen.any(1))
+        assert torch.equal(lse.isinf(), ~seen.any(-1).T)
 
 
 def test_lse_against_torch() -> None:
@@ -65,10 +87,10 @@ def test_a_sink_is_one_more_key_without_a_value(mask: Mask) -> None:
     q = queries([20], 4, 16)
     sinks = torch.tensor([-4.0, 0.0, 2.0, 30.0])
     got = run(f, q, [20], mask, BACKEND, sinks=sinks)
-    seen = visible(mask, torch.arange(20, 40), 40)
+    seen = visible(mask, torch.arange(20, 40), 40, heads=4)
     for h in range(4):
         scores = q[:, h].double() @ f.k[0][:, h // 2].double().T / 4
-        scores = torch.cat([scores.masked_fill(~seen, -math.inf), sinks[h].double().expand(20, 1)], dim=1)
+        scores = torch.cat([scores.masked_fill(~seen[h], -math.inf), sinks[h].double().expand(20, 1)], dim=1)
         wanted = scores.softmax(-1)[:, :-1] @ f.v[0][:, h // 2].double()
         torch.testing.assert_close(got[:, h].double(), wanted, atol=1e-5, rtol=1e-5)
 
@@ -88,7 +110,7 @@ def test_a_row_that_sees_nothing_has_its_sink(sink: float, exact: bool) -> None:
 def test_softcap_of_scores_far_beyond_the_cap(dtype: torch.dtype, kv_dtype: torch.dtype) -> None:
     """B63: keys and queries 60 times too large put scores over 5000; tanh overflowed, fp16 scores did, too."""
     f = filled([40], causal(), last=[20], head_dim=64, dtype=kv_dtype)
-    f.cache._k[0].data_CSD.mul_(60)
+    f.cache.kv(0).k_CSD.mul_(60)
     f.k[0] = f.k[0] * 60
     q = queries([20], 4, 64, dtype) * 60
     scores = torch.einsum("qhd,lhd->qhl", q.double(), f.k[0].repeat_interleave(2, 1).double()) / 8
@@ -103,8 +125,8 @@ def test_softcap_of_scores_far_beyond_the_cap(dtype: torch.dtype, kv_dtype: torc
     torch.testing.assert_close(out.double(), wanted, atol=0.02 if dtype != torch.float32 else 1e-4, rtol=0.02)
 
 
-class Recorder:
-    """A score_mod that keeps what it was called with."""
+class Recorder(Score):
+    """A score modification that keeps what it was called with."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[Tensor, Tensor, Tensor, Tensor, Tensor]] = []
@@ -127,11 +149,20 @@ def test_score_mods_get_absolute_positions_heads_and_the_callers_index() -> None
         score, b, h, q_idx, kv_idx = call
         assert score.dtype == torch.float32
         assert (b.item(), b.ndim) == (index, 0)
-        start = length - q_len - 5
         assert q_idx.flatten().tolist() == list(range(length - q_len, length))
-        assert kv_idx.flatten().tolist() == list(range(start, length))
+        keys = kv_idx.flatten().tolist()
+        assert keys == list(range(keys[0], length))  # whole blocks: a score of a key that is masked is thrown away
         assert h.flatten().tolist() == list(range(6))
-        assert (h + q_idx + kv_idx).shape == score.shape == (6, q_len, length - start)
+        assert (h + q_idx + kv_idx).shape == score.shape == (6, q_len, len(keys))
+
+
+def test_b_may_be_the_callers_own() -> None:
+    """A step of some of the sequences that a caller has: b is what the caller calls them."""
+    f = filled([40, 9], causal(), last=[3, 1])
+    recorder = Recorder()
+    plan = plan_attention(f.cache, f.sequences, [3, 1], causal(), batch=[5, 2])
+    attend(queries([3, 1], 6, 16), f.cache, 0, plan, backend=BACKEND, score=recorder)
+    assert [b.item() for _, b, _, _, _ in recorder.calls] == [5, 2]
 
 
 def alibi(slopes_H: Tensor) -> ScoreMod:
@@ -141,16 +172,19 @@ def alibi(slopes_H: Tensor) -> ScoreMod:
     return score_mod
 
 
-@pytest.mark.parametrize("q_len", [1, 5, 40])
-@pytest.mark.parametrize("mask", [causal(), causal() & window(9)], ids=str)
+@pytest.mark.parametrize("q_len", [1, 5, 150])
+@pytest.mark.parametrize(
+    "mask", [causal(), causal() & window(9), Ends(3, 20), ByHead((causal() & window(9), Ends(3, 20)))], ids=str
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_a_score_mod_by_head_and_distance(q_len: int, mask: Mask, dtype: torch.dtype) -> None:
-    """Captured tables have whatever type their author gave them."""
-    f = filled([40], mask, last=[q_len])
+    """Captured tables have whatever type their author gave them; blocks that are skipped shift no position, and a kv
+    head that reads blocks of its own is told its own heads."""
+    f = filled([200], mask, last=[q_len])
     q = queries([q_len], 6, 16)
     score = alibi((2.0 ** -torch.arange(1, 7)).to(dtype))
     out = run(f, q, [q_len], mask, BACKEND, score=score)
-    check(out, f, q, [q_len], mask, score=score, positions_Q=torch.arange(40 - q_len, 40))
+    check(out, f, q, [q_len], mask, score=score, positions_Q=torch.arange(200 - q_len, 200))
 
 
 def test_a_table_of_exactly_the_length_is_never_read_past_its_end() -> None:
@@ -186,9 +220,10 @@ def test_what_is_not_finite_reaches_exactly_the_rows_that_see_it(mask: Mask, bad
     f = filled([40], mask)
     q = queries([40], 2, 16)
     before = run(f, q, [40], mask, BACKEND)
-    (f.cache._k if where == "key" else f.cache._v)[0].data_CSD[0, 33] = bad
+    kv = f.cache.kv(0)
+    (kv.k_CSD if where == "key" else kv.v_CSD)[0, 33] = bad
     after = run(f, q, [40], mask, BACKEND)
-    sees = visible(mask, torch.arange(40), 40)[:, 33]
+    sees = visible(mask, torch.arange(40), 40, heads=2)[0, :, 33]
     assert torch.equal(after[:, 1], before[:, 1])
     torch.testing.assert_close(after[~sees], before[~sees], atol=1e-6, rtol=1e-6)
     if where == "value" or math.isnan(bad):

@@ -1,4 +1,4 @@
-"""SDPA against the reference where its own ways divide: folded heads, the causal flag, an explicit mask."""
+"""SDPA against the reference where its own ways divide: folded heads, heads apart, bits or none."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from flexdecode.attention.attend import Request
 from flexdecode.attention.backends.reference import Reference
 from flexdecode.attention.backends.sdpa import Sdpa
 from flexdecode.attention.masks import Mask, causal, chunked, window
 from flexdecode.attention.plan import plan_attention
+from flexdecode.attention.request import Request
 from flexdecode.attention.scores import softcap
-from tests.attention.dense import Filled, Holes, Stripes, filled, queries, run
+from tests.attention.dense import ByHead, Filled, Holes, Keys, Stripes, filled, overwrite, queries, run, slots_of
 
 BACKEND = Sdpa()
 MASKS = [
@@ -26,6 +26,8 @@ MASKS = [
     Holes(3),
     Holes(3, exact=True),
     Stripes(3),
+    ByHead((causal(), Stripes(4), Keys(30))),
+    ByHead((causal() & window(7), Holes(2)), opaque=True),
 ]
 
 
@@ -37,7 +39,7 @@ def request(**changes: object) -> Request:
 def test_what_it_serves_and_what_not() -> None:
     assert BACKEND.unsupported(request()) is None
     assert BACKEND.unsupported(request(heads=7, kv_heads=1, head_dim=31)) is None
-    assert "Softcap(cap=5.0)" in (BACKEND.unsupported(request(score=softcap(5.0))) or "")
+    assert str(softcap(5.0)) in (BACKEND.unsupported(request(score=softcap(5.0))) or "")
     assert "sinks" in (BACKEND.unsupported(request(sinks=True)) or "")
     assert "log-sum-exp" in (BACKEND.unsupported(request(return_lse=True)) or "")
 
@@ -54,28 +56,10 @@ def test_either_side_of_the_fold(mask: Mask, q_len: int, group: int, v_head_dim:
     torch.testing.assert_close(run(f, q, [q_len], mask, BACKEND), wanted, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("count", [16, 17, 40])
-def test_a_plain_prefill_takes_the_causal_path(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No [Q, L] mask is handed over for it, which is what makes torch's fast path possible."""
-    calls = []
-    inner = F.scaled_dot_product_attention
-
-    def spy(*args: Tensor, **options: object) -> Tensor:
-        calls.append(options)
-        return inner(*args, **options)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(F, "scaled_dot_product_attention", spy)
-    f = filled([count], causal())
-    run(f, queries([count], 4, 16), [count], causal(), BACKEND)
-    (options,) = calls
-    assert bool(options.get("is_causal")) == (count > 16)
-    assert (options["attn_mask"] is None) == (count > 16)
-
-
 def test_nothing_is_copied_for_a_lone_sequence(monkeypatch: pytest.MonkeyPatch) -> None:
     """One decode step of a long context: the keys that SDPA gets are the cache's own memory."""
     f = filled([50], causal(), last=[1])
-    storage = f.cache._k[0].data_CSD.untyped_storage().data_ptr()
+    storage = f.cache.kv(0).k_CSD.untyped_storage().data_ptr()
     inner, seen = F.scaled_dot_product_attention, []
 
     def spy(q: Tensor, k: Tensor, v: Tensor, **options: object) -> Tensor:
@@ -88,8 +72,7 @@ def test_nothing_is_copied_for_a_lone_sequence(monkeypatch: pytest.MonkeyPatch) 
 
 
 def poisoned(f: Filled, position: int, value: float) -> Filled:
-    for storage in (f.cache._k[0], f.cache._v[0]):
-        storage.data_CSD[:, f.cache.locate(0, f.sequences[0], position, position + 1)] = value
+    overwrite(f.cache, 0, slots_of(f.cache, 0, f.sequences[0], position, position + 1), value)
     return f
 
 
@@ -116,5 +99,5 @@ def test_what_every_query_sees_is_not_hidden() -> None:
 def test_a_query_without_any_key_is_zero() -> None:
     mask = Holes(1, exact=True)
     f = filled([9], mask, last=[2], v_head_dim=5)
-    assert plan_attention(f.cache, f.sequences, [2], mask).visible_keys == 0
+    assert plan_attention(f.cache, f.sequences, [2], mask).visible_keys(2) == 0
     assert torch.equal(run(f, queries([2], 4, 16), [2], mask, BACKEND), torch.zeros(2, 4, 5))

@@ -1,0 +1,49 @@
+"""What the machine gives this process with its threads: bytes read from memory, and products of matrices.
+
+A benchmark runs one of these in turn with its own work and reports the fraction reached. Knows no kernel of ours.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import torch
+
+_COLD_BYTES = 256 << 20  # more than caches hold
+_MOST_COPIES = 64
+GEMM = (512, 4096, 14336)  # rows, inner size, columns: a prefill's product in a model of 8B parameters
+
+
+def copies(nbytes: int) -> int:
+    """How many times something of `nbytes` must lie in memory, and be visited in turn, so that no visit finds it in a
+    cache; 64 at most."""
+    return min(_MOST_COPIES, max(1, -(-_COLD_BYTES // max(1, nbytes))))
+
+
+class Reader:
+    """Reads `nbytes` from end to end, other ones at each call; the ceiling of whatever must read as many."""
+
+    def __init__(self, nbytes: int) -> None:
+        words = max(1, nbytes // 8)
+        self._slabs = torch.ones(copies(nbytes), words, dtype=torch.int64)
+        self._next = itertools.cycle(self._slabs.unbind())
+
+    @property
+    def nbytes(self) -> int:
+        return self._slabs.shape[1] * 8
+
+    def __call__(self) -> None:
+        next(self._next).sum()
+
+
+class Gemm:
+    """One bf16 product by torch; the ceiling of whatever must multiply."""
+
+    def __init__(self, shape: tuple[int, int, int] = GEMM) -> None:
+        rows, inner, columns = shape
+        self.flops = 2 * rows * inner * columns
+        # The weight lies [outputs, inputs], as a model's: torch is quicker with it than with its transpose.
+        self._x, self._w = torch.randn(rows, inner).bfloat16(), torch.randn(columns, inner).bfloat16()
+
+    def __call__(self) -> None:
+        torch.mm(self._x, self._w.T)

@@ -1,0 +1,56 @@
+// Asks for rows some time before they are read, in the order in which they will be, a few lines with every few products.
+//
+// Memory gives its full rate only while it always has something to bring, in ascending order: its own prefetcher follows
+// no other, and it gives up when requests come in bursts (docs/log.md). So all rows of keys and values to come stand in
+// one list, and whatever is computed meanwhile, products or exponentials, asks for a few of their lines as it goes.
+#pragma once
+
+#include <cstdint>
+
+#include "vec.h"
+
+namespace flex {
+namespace FLEX_ISA {
+
+class Ahead {
+ public:
+  // A list of row pointers that is filled and read round and round; `size` a power of two. Rows of keys and of values
+  // come in alternating runs of `run`, of `k_bytes` and `v_bytes` each.
+  Ahead(const char* const* rows, int64_t size, int64_t run, int64_t k_bytes, int64_t v_bytes)
+      : rows_(rows), mask_(size - 1), run_(run), k_bytes_(k_bytes), v_bytes_(v_bytes) {}
+
+  // Rows up to number `stop`, counted from the start, may be asked for.
+  void allow(int64_t stop) { stop_ = stop; }
+
+  FLEX_INLINE void fetch(int64_t lines) {
+    for (int64_t i = 0; i < lines; ++i) {
+      if (at_ >= end_) {
+        if (row_ >= stop_) return;
+        next();
+      }
+      __builtin_prefetch(at_);
+      at_ += 64;
+    }
+  }
+
+  // Lines that are left before row `row`.
+  int64_t left(int64_t row) const { return row > row_ ? (row - row_) * (k_bytes_ + v_bytes_ + 127) / 128 : 0; }
+
+  // Catches up: everything before row `row` has been asked for.
+  void until(int64_t row) {
+    while (row_ < row && row_ < stop_) fetch(1);
+  }
+
+ private:
+  FLEX_INLINE void next() {
+    at_ = rows_[row_ & mask_];
+    end_ = at_ + (row_ / run_ % 2 ? v_bytes_ : k_bytes_);
+    ++row_;
+  }
+  const char* const* rows_;
+  const char *at_ = nullptr, *end_ = nullptr;
+  int64_t mask_, run_, k_bytes_, v_bytes_, row_ = 0, stop_ = 0;
+};
+
+}  // namespace FLEX_ISA
+}  // namespace flex

@@ -1,0 +1,48 @@
+"""Rows as lines: what was measured, failed and skipped can be read."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from flexdecode.benchmark.table import heading, line
+
+ROW: dict[str, Any] = {
+    "section": "decode",
+    "kernel": "attention",
+    "keys": 4096,
+    "queries": 1,
+    "head_dim": 128,
+    "group": 4,
+    "kv_heads": 8,
+    "kv_dtype": "bfloat16",
+    "mask": "causal()",
+    "score": None,
+    "threads": 2,
+    "isa": "avx2",
+}
+TIMED = {"error": 2e-3, "ms": 0.5, "bytes": 1, "gb_per_s": 30.0, "ceiling_gb_per_s": 40.0, "fraction": 0.75}
+
+
+def test_a_measured_row() -> None:
+    told = line(ROW | TIMED | {"times_sdpa": 60.0, "sdpa_ms": 30.0})
+    for words in ("4,096", "bfloat16", "0.500", "30.0 GB/s", "75% of 40.0", "2.0e-03", "sdpa 60.00"):
+        assert words in told
+    assert "causal" not in told
+    assert "[window(64), softcap(30.0)]" in line(ROW | TIMED | {"mask": "window(64)", "score": "softcap(30.0)"})
+
+
+def test_flops_and_plans() -> None:
+    rates = {"flops": 1, "gflop_per_s": 100.0, "ceiling_gflop_per_s": 400.0, "fraction": 0.25}
+    assert "100.0 GFLOP/s" in line(ROW | {"error": 1e-3, "ms": 2.0} | rates)
+    plan = ROW | {"error": 1e-3, "ms": 0.02, "share_of_layer": 0.031, "fresh_plan_ms": 0.4}
+    assert "3.10% share of layer, fresh plan 0.400 ms" in line(plan)
+
+
+def test_failed_and_skipped_rows_give_their_reason() -> None:
+    assert "FAILED: off by 1" in line(ROW | {"failure": "off by 1", "error": 1.0})
+    assert "skipped: too big" in line(ROW | {"skipped": "too big"})
+
+
+def test_the_heading_tells_section_and_threads() -> None:
+    assert heading(ROW).startswith("decode, 2 threads, avx2\n")
+    assert "1 thread," in heading(ROW | {"threads": 1})
