@@ -1,7 +1,7 @@
 """The pages of docs/ and the README keep their word: their Python runs, their errors and outputs are the real ones.
 
-A ```python block whose last line is `# ValueError: text` must raise just that. In a ```console block a line with `$ ` is
-a command, and what follows is its output. Blocks of one page run in order, in one namespace.
+A ```python block whose last line is `# ValueError: text` must raise just that. In a ```console block a line with `$ `
+is a command, and what follows is its output. Blocks of one page run in order, in one namespace.
 """
 
 from __future__ import annotations

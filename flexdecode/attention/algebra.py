@@ -77,6 +77,11 @@ class Mask:
         """Whether heads may see different keys; `head` then gives each its own mask."""
         return False
 
+    @property
+    def looks_back(self) -> bool:
+        """Whether it is certain that no query sees a key behind its own position."""
+        return False
+
     def head(self, h: int) -> Mask:
         """The mask of query head `h`."""
         return self
@@ -134,6 +139,10 @@ class And(_Joined):
         seen = [part.sees(q, first_N, stop_N) for part in self.parts]
         return Seen(np.logical_and.reduce([s.some for s in seen]), np.logical_and.reduce([s.every for s in seen]))
 
+    @property
+    def looks_back(self) -> bool:
+        return any(part.looks_back for part in self.parts)
+
     def __repr__(self) -> str:
         return " & ".join(f"({part})" if isinstance(part, Or) else str(part) for part in self.parts)
 
@@ -150,6 +159,10 @@ class Or(_Joined):
     def sees(self, q: Queries, first_N: Ints, stop_N: Ints) -> Seen:
         seen = [part.sees(q, first_N, stop_N) for part in self.parts]
         return Seen(np.logical_or.reduce([s.some for s in seen]), np.logical_or.reduce([s.every for s in seen]))
+
+    @property
+    def looks_back(self) -> bool:
+        return all(part.looks_back for part in self.parts)
 
     def __repr__(self) -> str:
         return " | ".join(map(str, self.parts))
@@ -213,6 +226,10 @@ class PerHead(Mask):
     def sees(self, q: Queries, first_N: Ints, stop_N: Ints) -> Seen:
         seen = [mask.sees(q, first_N, stop_N) for mask in dict.fromkeys(self.masks)]
         return Seen(np.logical_or.reduce([s.some for s in seen]), np.logical_and.reduce([s.every for s in seen]))
+
+    @property
+    def looks_back(self) -> bool:
+        return all(mask.looks_back for mask in self.masks)
 
     @property
     def per_head(self) -> bool:

@@ -87,6 +87,10 @@ class Causal(Mask):
     def sees(self, q: Queries, first_N: Ints, stop_N: Ints) -> Seen:
         return Seen(first_N < q.stop, stop_N <= q.first + 1)
 
+    @property
+    def looks_back(self) -> bool:
+        return True
+
     def __repr__(self) -> str:
         return "causal()"
 

@@ -20,6 +20,7 @@ _PLAIN_GLYPHS = ".+#"  # where stdout can write no others
 _COLOURS = ("#e9e9ee", "#8fb4d9", "#1f5a99")
 _MOST_CELLS = 512  # a side of a drawing
 _INCHES = 3.4
+_TITLE = 44  # characters that fit above a drawing
 
 
 @dataclass(frozen=True)
@@ -96,7 +97,7 @@ def draw(path: Path, grid: Grid, title: str, legend: Mapping[int, str]) -> None:
         aspect="auto",
         interpolation="nearest",
     )
-    axes.set_title(title, fontsize=8, wrap=True)
+    axes.set_title(title if len(title) <= _TITLE else f"{title[:_TITLE]}…", fontsize=8)
     axes.set_xlabel("key", fontsize=8)
     axes.set_ylabel("query", fontsize=8)
     axes.tick_params(labelsize=7)

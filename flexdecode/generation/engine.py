@@ -30,7 +30,7 @@ class Engine:
         self.cache = KVCache(
             model.cache_layers(), config.kv_tokens, page=config.page, dtype=model.kv_dtype, device=model.device
         )
-        self._scheduler = Scheduler(config, self.cache)
+        self._scheduler = Scheduler(config, self.cache, model.looks_ahead)
         self._runner = Runner(model, self.cache)
         self._next = 0
 
@@ -132,9 +132,17 @@ class Engine:
 
     def logits(self, token_ids: Sequence[int], chunk: int | None = None) -> Tensor:
         """fp32 logits [tokens, vocab] at every position, computed `chunk` tokens a step (all of them, for None, up to
-        the engine's prefill_chunk). Does not disturb running requests."""
+        the engine's prefill_chunk). Does not disturb running requests. Under a mask that looks ahead there is one
+        step, and a smaller chunk a ValueError."""
         prompt = self._checked(token_ids)
         size = self.config.prefill_chunk if chunk is None else chunk
+        if self.model.looks_ahead:
+            if chunk is not None and chunk < len(prompt):
+                raise ValueError(
+                    f"chunk={chunk} cuts {len(prompt)} tokens, and under this mask a token may see later ones; leave "
+                    "it out"
+                )
+            size = len(prompt)
         if size < 1:
             raise ValueError(f"chunk must be at least 1, got {size}")
         params = SamplingParams(temperature=0.0)

@@ -1,7 +1,8 @@
 """Which tokens the next step computes. Knows requests and page counts, no tensor.
 
 First come, first served. A request is admitted when the cache has room for all that it may ever need, so a running
-request is never short of a page. Decoding requests go into every step; prompts fill what is left of the step's budget.
+request is never short of a page. Decoding requests go into every step; prompts fill what is left of the step's budget,
+or come whole where a token may see later ones.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ class Work:
 
 
 class Scheduler:
-    def __init__(self, config: EngineConfig, cache: KVCache) -> None:
-        self.config, self._cache = config, cache
+    def __init__(self, config: EngineConfig, cache: KVCache, whole_prompts: bool = False) -> None:
+        self.config, self._cache, self._whole_prompts = config, cache, whole_prompts
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
         self._reserved: dict[int, int] = {}
@@ -63,7 +64,7 @@ class Scheduler:
         for request in self.running:
             missing = request.length - request.cached
             if missing > 1 and budget > 0:
-                count = min(missing, budget)
+                count = missing if self._whole_prompts else min(missing, budget)
                 works.append(Work(request, request.cached, count))
                 budget -= count
         return works

@@ -159,6 +159,11 @@ class Decoder(nn.Module):
         tables = tuple(rope.tables(positions_T, whole, list(counts)) for rope in self.ropes)
         return Step(cache, slots, plans, tables)
 
+    @property
+    def looks_ahead(self) -> bool:
+        """Whether a token may see later ones, so that a prompt cannot come in chunks."""
+        return not all(mask.looks_back for mask in self.masks)
+
     def _heads(self, mask: Mask) -> int:
         """Query heads of the layers under a mask."""
         return self.config.layers[self.masks.index(mask)].attention.heads

@@ -122,6 +122,7 @@ def test_flags_left_out_are_left_to_the_model(monkeypatch: pytest.MonkeyPatch) -
 def test_every_engine_flag_reaches_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
     script = install(monkeypatch)
     flags = ["--dtype", "float32", "--kv-dtype", "int8", "--device", "cpu", "--attention", "reference"]
+    flags += ["--mask", "causal", "--replace-mask"]
     flags += ["--max-context", "512", "--threads", "1", "--revision", "main", "--offline"]
     flags += ["--ignore-config", "a", "--ignore-config", "b"]
     assert main(["generate", "m", "-p", "hi", *flags]) == 0
@@ -132,6 +133,8 @@ def test_every_engine_flag_reaches_the_model(monkeypatch: pytest.MonkeyPatch) ->
         "kv_dtype": "int8",
         "device": "cpu",
         "attention": "reference",
+        "mask": "causal",
+        "replace_mask": True,
         "max_context": 512,
         "threads": 1,
         "revision": "main",

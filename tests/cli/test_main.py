@@ -39,7 +39,6 @@ def test_without_a_verb_the_help_is_shown_as_a_usage_error(capsys: pytest.Captur
         (["unknown-verb"], "unknown-verb"),
         (["generate"], "MODEL"),
         (["generate", "m", "-p", "x", "--no-such-flag"], "--no-such-flag"),
-        (["generate", "m", "-p", "x", "--mask", "causal"], "--mask"),
         (["generate", "m", "-p", "x", "--top-k", "many"], "--top-k"),
         (["generate", "m", "-p", "x", "--logit-bias", "5=1"], "5=1"),
         (["generate", "m", "-p", "x", "--logit-bias", "5:1", "--logit-bias", "5:2"], "5"),

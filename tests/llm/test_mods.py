@@ -226,3 +226,17 @@ def test_a_function_that_fails_is_named(tmp_path: Path) -> None:
 
     with pytest.raises(ValueError, match=r"mask function chained takes the truth value of a tensor .* use & \| ~"):
         load(tmp_path, mask=chained).logits(ids(9))
+
+
+def test_a_prompt_whose_tokens_see_later_ones_comes_in_one_step(tmp_path: Path) -> None:
+    """Cut into chunks, a token could not see what comes in later ones, and nobody would be told."""
+    model, prompt = tiny(tmp_path, "llama", max_position_embeddings=1024), ids(700)
+    llm = load(tmp_path, mask="prefix_lm(600)", replace_mask=True)
+    q, k = positions(700)
+    shown = ((k <= q) | (k < 600))[None]
+    logits = wanted(model, prompt, additive(shown))
+    assert_close(llm.logits(prompt), logits)
+    answer = llm.generate(prompt, SamplingParams(max_tokens=1, **GREEDY))
+    assert answer.token_ids == [int(logits[-1].argmax())]
+    with pytest.raises(ValueError, match="chunk=512 cuts 700 tokens"):
+        llm.logits(prompt, 512)

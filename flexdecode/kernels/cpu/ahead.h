@@ -23,6 +23,24 @@ class Ahead {
   void allow(int64_t stop) { stop_ = stop; }
 
   FLEX_INLINE void fetch(int64_t lines) {
+    if (end_ - at_ < 64 * lines) return slowly(lines);
+    for (int64_t i = 0; i < lines; ++i) __builtin_prefetch(at_ + 64 * i);
+    at_ += 64 * lines;
+  }
+
+  // Lines that are left before row `row`, the first of a run.
+  int64_t left(int64_t row) const { return row_ <= row ? (end_ - at_ + (row - row_) * (k_bytes_ + v_bytes_) / 2) / 64 : 0; }
+
+  // Catches up: everything before row `row`, the first of a run, has been asked for.
+  void until(int64_t row) {
+    while (row_ < row || (row_ == row && at_ < end_)) {
+      if (row_ >= stop_ && at_ >= end_) return;
+      slowly(1);
+    }
+  }
+
+ private:
+  FLEX_INLINE void slowly(int64_t lines) {
     for (int64_t i = 0; i < lines; ++i) {
       if (at_ >= end_) {
         if (row_ >= stop_) return;
@@ -33,19 +51,12 @@ class Ahead {
     }
   }
 
-  // Lines that are left before row `row`.
-  int64_t left(int64_t row) const { return row > row_ ? (row - row_) * (k_bytes_ + v_bytes_ + 127) / 128 : 0; }
-
-  // Catches up: everything before row `row` has been asked for.
-  void until(int64_t row) {
-    while (row_ < row && row_ < stop_) fetch(1);
-  }
-
- private:
-  FLEX_INLINE void next() {
-    at_ = rows_[row_ & mask_];
-    end_ = at_ + (row_ / run_ % 2 ? v_bytes_ : k_bytes_);
-    ++row_;
+  // The next rows of a run, as many as lie one after the other.
+  void next() {
+    const int64_t bytes = row_ / run_ % 2 ? v_bytes_ : k_bytes_;
+    at_ = end_ = rows_[row_ & mask_];
+    do end_ += bytes, ++row_;
+    while (row_ % run_ && rows_[row_ & mask_] == end_);
   }
   const char* const* rows_;
   const char *at_ = nullptr, *end_ = nullptr;

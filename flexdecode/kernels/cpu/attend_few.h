@@ -71,7 +71,7 @@ struct Scratch {
 inline int64_t scratch_floats(const AttendArgs& a, int64_t rows) { return Scratch::floats(a, rows); }
 
 #if FLEX_DOT_BF16
-// For dot products: a single row as it is, else quarters of four rows.
+// For dot products: a single row as it is, else four rows in halves.
 inline void copy_queries(const AttendArgs& a, const Tile& tile, int64_t kv_head, int64_t rows, Scratch& x) {
   const auto at = [&](int64_t row) {
     return static_cast<const bf16*>(a.q) + (tile.row + row % tile.count) * a.q_token + head_of(a, tile, kv_head, row) * a.q_head;
@@ -84,7 +84,7 @@ inline void copy_queries(const AttendArgs& a, const Tile& tile, int64_t kv_head,
     const bf16* four[kRows];
     const int64_t count = std::min<int64_t>(rows - r, kRows);
     for (int64_t i = 0; i < count; ++i) four[i] = at(r + i);
-    lay_quarters(four, count, a.head_dim, x.d, x.q16 + r * x.d);
+    lay_halves(four, count, a.head_dim, x.d, x.q16 + r * x.d);
   }
 }
 #endif
