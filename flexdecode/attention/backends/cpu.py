@@ -44,7 +44,7 @@ class Cpu:
             packed = call.plan.memo[key] = _packs(call.plan.tiles, heads, kv_heads, in_passes=known is None)
         for tiles, arrays in packed:
             if known is None:
-                _in_passes(call, tiles, arrays, into)
+                _in_passes(call, tiles, arrays, into, self.name)
             else:
                 _kernel(call, tiles, arrays, into, steps=known)
         return into
@@ -76,10 +76,13 @@ def _kernel(call: Call, tiles: list[Tile], arrays: PackedTiles, into: ops.Result
     )
 
 
-def _in_passes(call: Call, tiles: list[Tile], arrays: PackedTiles, into: ops.Result) -> None:
+def _in_passes(call: Call, tiles: list[Tile], arrays: PackedTiles, into: ops.Result, name: str) -> None:
     """Scores by the kernel, the user's function on them, softmax and weighted sum by the kernel."""
     assert call.score is not None
-    scores = torch.empty(arrays.kept)
+    # Memory that was touched before: new pages cost as much as the scores do. The step's layers use it in turn.
+    scores = call.plan.memo.get(f"{name} scores")
+    if not isinstance(scores, Tensor) or scores.numel() < arrays.kept:
+        scores = call.plan.memo[f"{name} scores"] = torch.empty(arrays.kept)
     _kernel(call, tiles, arrays, into, only="score", scores=scores)
     heads, group = call.q_THD.shape[1], call.q_THD.shape[1] // call.kv.k_CSD.shape[0]
     for tile, at in zip(tiles, arrays.tiles[:, -1].tolist(), strict=True):

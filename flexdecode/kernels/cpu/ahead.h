@@ -15,7 +15,7 @@ namespace FLEX_ISA {
 class Ahead {
  public:
   // A list of row pointers that is filled and read round and round; `size` a power of two. Rows of keys and of values
-  // come in alternating runs of `run`, of `k_bytes` and `v_bytes` each.
+  // come in alternating runs of `run`, of `k_bytes` and `v_bytes` each; 0 bytes where they are not read.
   Ahead(const char* const* rows, int64_t size, int64_t run, int64_t k_bytes, int64_t v_bytes)
       : rows_(rows), mask_(size - 1), run_(run), k_bytes_(k_bytes), v_bytes_(v_bytes) {}
 
@@ -42,7 +42,7 @@ class Ahead {
  private:
   FLEX_INLINE void slowly(int64_t lines) {
     for (int64_t i = 0; i < lines; ++i) {
-      if (at_ >= end_) {
+      while (at_ >= end_) {
         if (row_ >= stop_) return;
         next();
       }

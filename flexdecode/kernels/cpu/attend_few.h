@@ -270,6 +270,7 @@ FLEX_INLINE void weigh(const AttendArgs& a, const Tile& tile, int64_t kv_head, i
       for (int64_t op = 0; op < a.op_count; ++op) apply(a.ops[op], s, head_of(a, tile, kv_head, row), tile.q_idx[row % tile.count], b.start);
       if (kept) {
         std::memcpy(kept, s, b.n * sizeof(float));
+        ahead.fetch(lines * (kBlock / W));
         continue;
       }
     }
@@ -286,7 +287,8 @@ void blocks(const AttendArgs& a, const Piece& piece, Scratch& x) {
   Ring<T> ring;
   Block held[3];
   Block *last = held, *now = held + 1, *next = held + 2;
-  Ahead ahead(reinterpret_cast<const char* const*>(ring.rows), kRing, kStep, a.head_dim * sizeof(T), a.v_head_dim * sizeof(T));
+  const int64_t k_bytes = a.pass == Pass::weigh ? 0 : a.head_dim * sizeof(T), v_bytes = a.pass == Pass::score ? 0 : a.v_head_dim * sizeof(T);
+  Ahead ahead(reinterpret_cast<const char* const*>(ring.rows), kRing, kStep, k_bytes, v_bytes);
   find(a, tile, piece.kv_head, piece.first_block, 0, ring, *now, ahead);
   for (int64_t step = 0; step < steps; ++step) std::memcpy(ring.values(3, step), ring.keys(0, step), kStep * sizeof(T*));
   for (int64_t n = 0; n <= count; ++n) {
@@ -295,6 +297,8 @@ void blocks(const AttendArgs& a, const Piece& piece, Scratch& x) {
       for (int64_t step = 0; step < steps; ++step) std::memcpy(ring.keys(n + 1, step), ring.values(n, step), kStep * sizeof(T*));
     ahead.allow(2 * kBlock * (n + 2));
     for (int64_t step = 0; step < steps; ++step) {
+      // A pass that reads half the rows does less between them, and would run too far ahead.
+      if (a.pass != Pass::all) ahead.allow(2 * kBlock * n + 2 * kStep * (step + 1) + 2 * kLead);
       ahead.until(2 * kBlock * n + 2 * kStep * (step + 1));
       if (n < count && a.pass != Pass::weigh && step * kStep < now->n) score_keys<T, by>(a, rows, x, ring.keys(n, step), step * kStep, ahead);
       if (a.pass != Pass::score) sum_values<T, by>(a, tile, rows, x, *last, ring.values(n + 3, step), step * kStep, ahead);
