@@ -28,7 +28,8 @@ ROOMS = (
     {"distributed"},
     {"answer", "describe"},  # llm's own helpers
     {"llm"},
-    {"evaluation", "benchmark", "serving", "transformers"},  # neighbours: none uses another
+    {"transformers"},
+    {"evaluation", "benchmark", "serving"},  # neighbours: none uses another
     {"cli"},
 )
 RANK = {room: rank for rank, rooms in enumerate(ROOMS) for room in rooms}

@@ -41,6 +41,34 @@ def step(
         print_report(row, f"{model}: one step at {context} tokens of context")
 
 
+@app.command("transformers", help="A decode step of a transformers model, with its own attention and with ours.")
+@verb
+def transformers(
+    shape: Annotated[
+        str, typer.Argument(metavar="SHAPE", help="Random weights in a known shape, such as llama-3.2-1b.")
+    ] = "llama-3.2-1b",
+    context: Annotated[int, option("--context", help="Tokens in the static cache.")] = 16384,
+    repetitions: Annotated[int, option("--repetitions", help="Timed steps.")] = 10,
+    threads: Annotated[
+        int | None, option("--threads", help="CPU threads; torch's choice by default.", show_default=False)
+    ] = None,
+    json: Json = False,
+) -> None:
+    if context < 1 or repetitions < 1:
+        raise ValueError(f"--context {context} and --repetitions {repetitions} must both be at least 1")
+    import torch
+
+    from flexdecode.benchmark.hosted import measure
+
+    if threads is not None:
+        torch.set_num_threads(threads)
+    row = measure(shape, context, repetitions)
+    if json:
+        write_json(row)
+    else:
+        print_report(row, f"{shape} in transformers: one step at {context} tokens of context")
+
+
 @app.command("kernels", help="Attention alone: against its reference, against what the machine gives, beside others.")
 @verb
 def kernels(

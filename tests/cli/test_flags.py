@@ -52,6 +52,7 @@ VERBS = {
     "inspect": {"--context", "--measure", "--revision", "--offline", "--ignore-config"},
     "env": set(),
     "pull": {"--revision", "--offline"},
+    "bench transformers": {"--context", "--repetitions", "--threads"},
     "bench kernels": {"--only", "--lengths", "--head-dims", "--groups", "--repetitions", "--threads", "--out"},
     "bench step": ENGINE | {"--context", "--repetitions"},
 }

@@ -25,7 +25,7 @@
 namespace flex {
 namespace FLEX_ISA {
 
-constexpr int64_t kLead = 48;  // rows asked for before they are read, 16 keys and 16 values in turn
+constexpr int64_t kLeadBytes = 8192;  // of keys and values asked for before they are read
 
 // What products are made of.
 enum class By { fp32, bf16, int8 };
@@ -288,6 +288,7 @@ void blocks(const AttendArgs& a, const Piece& piece, Scratch& x) {
   Block held[3];
   Block *last = held, *now = held + 1, *next = held + 2;
   const int64_t k_bytes = a.pass == Pass::weigh ? 0 : a.head_dim * sizeof(T), v_bytes = a.pass == Pass::score ? 0 : a.v_head_dim * sizeof(T);
+  const int64_t lead = std::max<int64_t>(2 * kLeadBytes / ((a.head_dim + a.v_head_dim) * sizeof(T)), kStep);  // rows
   Ahead ahead(reinterpret_cast<const char* const*>(ring.rows), kRing, kStep, k_bytes, v_bytes);
   find(a, tile, piece.kv_head, piece.first_block, 0, ring, *now, ahead);
   for (int64_t step = 0; step < steps; ++step) std::memcpy(ring.values(3, step), ring.keys(0, step), kStep * sizeof(T*));
@@ -298,12 +299,12 @@ void blocks(const AttendArgs& a, const Piece& piece, Scratch& x) {
     ahead.allow(2 * kBlock * (n + 2));
     for (int64_t step = 0; step < steps; ++step) {
       // A pass that reads half the rows does less between them, and would run too far ahead.
-      if (a.pass != Pass::all) ahead.allow(2 * kBlock * n + 2 * kStep * (step + 1) + 2 * kLead);
+      if (a.pass != Pass::all) ahead.allow(2 * kBlock * n + 2 * kStep * (step + 1) + 2 * lead);
       ahead.until(2 * kBlock * n + 2 * kStep * (step + 1));
       if (n < count && a.pass != Pass::weigh && step * kStep < now->n) score_keys<T, by>(a, rows, x, ring.keys(n, step), step * kStep, ahead);
       if (a.pass != Pass::score) sum_values<T, by>(a, tile, rows, x, *last, ring.values(n + 3, step), step * kStep, ahead);
     }
-    if (n < count) weigh<T, by>(a, tile, piece.kv_head, rows, x, *now, piece.first_block + n, 2 * kBlock * (n + 1) + kLead, ahead);
+    if (n < count) weigh<T, by>(a, tile, piece.kv_head, rows, x, *now, piece.first_block + n, 2 * kBlock * (n + 1) + lead, ahead);
     Block* free = last;
     last = now, now = next, next = free;
   }
