@@ -22,6 +22,7 @@ ROOM_OF_FOLDER = {"test_checkpoints": "checkpoints"}
 TOPICS = {
     "attention/test_choose.py": "which backend serves",
     "attention/test_life.py": "sequences in a cache, in any order",
+    "attention/test_reports.py": "public fault reports, one by one",
     "attention/test_steps.py": "attend over sequences cut into steps",
     "cli/test_demo.py": "the whole way, with a real model",
     "cli/test_flags.py": "the command line's surface, frozen",

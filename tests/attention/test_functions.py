@@ -42,7 +42,7 @@ class Spaced:
 
 ZOO: dict[str, Callable[..., Any]] = {
     "causal": lambda b, h, q, k: k <= q,
-    "offset": lambda b, h, q, k: k <= q + OFFSETS[b, 0],  # reports 6 and 7 of the survey: not to be read with .item()
+    "offset": lambda b, h, q, k: k <= q + OFFSETS[b, 0],  # not to be read with .item()
     "reduction": lambda b, h, q, k: (k == KEEP).any(),
     "reduction over a table": lambda b, h, q, k: ((k == KEEP) & (q > KEEP)).any() | (k <= q),
     "table of keys": lambda b, h, q, k: OF_KEY[k],
@@ -159,9 +159,9 @@ REFUSED: list[tuple[Callable[..., Any], str]] = [
     (lambda b, h, q, k: None, "returns None, not a bool tensor"),
     (lambda b, h, q, k: k - q, r"returns torch.int64, not a bool tensor.*\.bool\(\)"),
     (lambda b, h, q, k: k == KEEP, r"shape \(3,\).*\.any\(\)"),
-    # Report 6 of the survey: an offset of one element made a mask of five dimensions.
+    # transformers#46682: an offset of one element made a mask of five dimensions.
     (lambda b, h, q, k: k <= q + torch.tensor([5]), r"shape \(1,\).*offset\[0\]"),
-    # Report 25: a captured table is as long as the sequence, and nothing beyond it may be asked for.
+    # pytorch#137801: a captured table is as long as the sequence, and nothing beyond it may be asked for.
     (lambda b, h, q, k: KEEP[k] > q, "captured tensor of size 3, and its index 3 is out of range"),
     (lambda b, h, q, k: OF_HEAD[h + 1, k], "captured tensor of size 3, and its index 3 is out of range"),
     (lambda b, h, q, k: KEEP[k - 5] > q, "captured tensor of size 3, and its index"),
@@ -199,7 +199,7 @@ def test_a_function_of_other_arguments_is_refused(fn: Callable[..., Any], words:
 
 
 def test_a_table_exactly_as_long_as_what_is_asked() -> None:
-    """Report 25: padding to whole blocks asked for indices that a captured table does not have."""
+    """pytorch#137801: padding to whole blocks asked for indices that a captured table does not have."""
     made = causal() & (lambda b, h, q, k: OF_KEY[q] | OF_KEY[k])
     assert dense(made, [LENGTH - 1], range(LENGTH)).shape == (1, LENGTH)
     with pytest.raises(ValueError, match=f"index {LENGTH} is out of range"):
@@ -208,7 +208,7 @@ def test_a_table_exactly_as_long_as_what_is_asked() -> None:
 
 @pytest.mark.parametrize("length", [1, 7, 33, 40])
 def test_one_object_at_many_lengths(length: int) -> None:
-    """Report 5: a mask that captures lengths failed at the second shape."""
+    """pytorch#137779: a mask that captures lengths failed at the second shape."""
     made: Mask = mask(lambda b, h, q, k: (k <= q) & (k < torch.tensor(length)))
     for asked in (3, 40, 12):
         shown = dense(made, range(asked), range(asked))

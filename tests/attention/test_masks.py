@@ -241,7 +241,7 @@ def test_a_window_shows_exactly_its_size(size: int) -> None:
 
 @pytest.mark.parametrize("mask", [mask for mask, _ in BUILT_IN if "document" not in str(mask)], ids=str)
 def test_a_decoded_row_is_the_prefilled_row(mask: Mask) -> None:
-    """Report 1 of the FlexAttention survey: at one query, a mask that counts from 0 sees only the first key."""
+    """attention-gym#46: at one query, a mask that counts from 0 sees only the first key."""
     whole = dense(mask, range(LENGTH), range(LENGTH))
     for q in (0, 1, 41, LENGTH - 1):
         assert torch.equal(dense(mask, [q], range(LENGTH))[0], whole[q])
@@ -313,7 +313,7 @@ def test_and_with_what_is_no_mask() -> None:
 
 @pytest.mark.parametrize(("q", "k"), [([0], [79, 80]), ([80], [0]), ([500], [3]), ([-1], [0]), ([0], [-1])])
 def test_positions_without_a_document_are_refused(q: list[int], k: list[int]) -> None:
-    """Report 25 of the survey: an index beyond a captured table reads what is not there; -1 reads the wrong end."""
+    """pytorch#137801: an index beyond a captured table reads what is not there; -1 reads the wrong end."""
     asked = next(i for i in (*q, *k) if not 0 <= i < 80)
     with pytest.raises(ValueError, match=rf"document\(\) has 80 ids, and position {asked} was asked"):
         dense(document([0] * 80), q, k)
