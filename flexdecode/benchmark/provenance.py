@@ -73,7 +73,9 @@ def commit(checkout: Path = _CHECKOUT) -> dict[str, Any]:
     nothing = {"commit": None, "dirty": None}
     if not (checkout / ".git").exists():
         return nothing
-    head, changed = _git(checkout, "rev-parse", "HEAD"), _git(checkout, "status", "--porcelain")
+    # Results that are being written make no other program of it.
+    status = ("status", "--porcelain", "--", ".", ":!benchmarks/results")
+    head, changed = _git(checkout, "rev-parse", "HEAD"), _git(checkout, *status)
     return nothing if head is None or changed is None else {"commit": head, "dirty": bool(changed)}
 
 
