@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+
 from flexdecode.attention import masks, scores
 from flexdecode.attention.masks import Mask
-from flexdecode.attention.scores import Score, ScoreMod
+from flexdecode.attention.scores import Score, ScoreMod, evaluate
 from flexdecode.config import AttentionConfig
 
 
@@ -22,6 +24,15 @@ class Mods:
     def __post_init__(self) -> None:
         if self.replace_mask and self.mask is None:
             raise ValueError("replace_mask asks for the model's own mask to be replaced, and no mask was given")
+
+    def check(self, heads: int) -> None:
+        """Ask once, for the first query and key. Raises ValueError where a function is none that can be asked: better
+        now than after a model has been loaded and a prompt read."""
+        b, h_H, first = torch.tensor(0), torch.arange(heads), torch.zeros(1, dtype=torch.long)
+        if self.mask is not None:
+            self.mask(b, h_H[:, None, None], first[:, None], first)
+        if self.score is not None:
+            evaluate(self.score, torch.zeros(heads, 1, 1), b, h_H, first, first)
 
     def mask_of(self, layer: AttentionConfig) -> Mask:
         """The mask of a layer. Raises ValueError where it does not fit the layer's heads."""

@@ -68,6 +68,7 @@ class Decoder(nn.Module):
         self.kv_dtype = kv_dtype or loader.dtype
         self.mods = mods or Mods()
         self.masks = tuple(self.mods.mask_of(layer.attention) for layer in config.layers)
+        self.mods.check(config.layers[0].attention.heads)
         # Refuse what no backend serves before the first weight is read.
         requests = [self._request(layer.attention) for layer in config.layers]
         backends = [choose_phases(request, attention) for request in requests]

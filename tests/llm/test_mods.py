@@ -240,3 +240,22 @@ def test_a_prompt_whose_tokens_see_later_ones_comes_in_one_step(tmp_path: Path) 
     assert answer.token_ids == (int(logits[-1].argmax()),)
     with pytest.raises(ValueError, match="chunk=512 cuts 700 tokens"):
         llm.logits(prompt, 512)
+
+
+@pytest.mark.parametrize(
+    ("mods", "words"),
+    [
+        ({"mask": lambda b, h, q, k: True}, "returns True, not a bool tensor"),
+        ({"mask": lambda b, h, q, k: q - k}, "returns torch.int64"),
+        ({"score": lambda s, b, h, q, k: (s, s)}, "returns"),
+        ({"score": lambda s, b, h, q, k: s if q > k else s - 1}, "lambda"),
+    ],
+    ids=str,
+)
+def test_a_function_that_cannot_be_asked_is_refused_before_weights_are_read(
+    mods: dict[str, Any], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiny(tmp_path, "llama")
+    monkeypatch.setattr("flexdecode.models.load.WeightLoader.linear", lambda *_: pytest.fail("weights were read"))
+    with pytest.raises(ValueError, match=words):
+        LLM(str(tmp_path), **mods)

@@ -6,7 +6,8 @@ A plan is packed once into the arrays that the kernels read. Shape letters as in
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,8 @@ from flexdecode.attention.scores import Score, evaluate, steps
 from flexdecode.attention.visible import BLOCK
 from flexdecode.kernels import ops
 from flexdecode.kernels.ops import PackedTiles
+
+_SCORES = 1 << 26  # kept at a time between two passes, fp32: 256 MB
 
 
 class Cpu:
@@ -51,11 +54,26 @@ class Cpu:
 
 
 def _packs(tiles: tuple[Tile, ...], heads: int, kv_heads: int, in_passes: bool) -> list[tuple[list[Tile], PackedTiles]]:
-    """Tiles of few queries and those of many, packed apart; one tile of many at a time where scores must be kept."""
-    few = [tile for tile in tiles if tile.count <= ops.FEW_QUERIES]
-    many = [tile for tile in tiles if tile.count > ops.FEW_QUERIES]
-    groups = [few, *([tile] for tile in many)] if in_passes else [few, many]
+    """Tiles of few queries and those of many, packed apart; where scores must be kept, so many rows of a tile at a time
+    that they do not fill the memory."""
+    if in_passes:
+        groups = [[part] for tile in tiles for part in _parts(tile, _SCORES // heads)]
+    else:
+        few = [tile for tile in tiles if tile.count <= ops.FEW_QUERIES]
+        groups = [few, [tile for tile in tiles if tile.count > ops.FEW_QUERIES]]
     return [(group, pack(group, heads, kv_heads)) for group in groups if group]
+
+
+def _parts(tile: Tile, scores: int) -> Iterator[Tile]:
+    """A tile's rows in runs of at most `scores` scores a head."""
+    step = max(1, min(tile.count, scores // max(1, len(tile.seen.blocks_N) * BLOCK)))
+    for first in range(0, tile.count, step):
+        rows = slice(first, first + step)
+        bits = tile.seen.bits_MR
+        if len(bits):
+            own = bits.reshape(len(bits), -1, tile.count)[:, :, rows]
+            bits = np.ascontiguousarray(own).reshape(len(bits), -1)
+        yield replace(tile, row=tile.row + first, q_idx_Q=tile.q_idx_Q[rows], seen=replace(tile.seen, bits_MR=bits))
 
 
 def _kernel(call: Call, tiles: list[Tile], arrays: PackedTiles, into: ops.Result, **options: Any) -> None:

@@ -10,7 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from flexdecode.attention import scores
 from flexdecode.attention.attend import attend
+from flexdecode.attention.backends import cpu
 from flexdecode.attention.backends.cpu import Cpu, pack
 from flexdecode.attention.backends.reference import Reference
 from flexdecode.attention.cache import KV, CacheLayer, KVCache
@@ -20,7 +22,19 @@ from flexdecode.attention.request import Call, Request
 from flexdecode.attention.scores import softcap
 from flexdecode.kernels import ops
 from flexdecode.kernels.attention import Pass
-from tests.attention.dense import ByBatch, ByHead, Ends, Holes, Stripes, filled, overwrite, queries, slots_of
+from tests.attention.dense import (
+    ByBatch,
+    ByHead,
+    Ends,
+    Holes,
+    Stripes,
+    check,
+    filled,
+    overwrite,
+    queries,
+    run,
+    slots_of,
+)
 
 BACKEND = Cpu()
 MASKS = [
@@ -193,3 +207,14 @@ def test_what_it_serves_and_what_not() -> None:
     assert BACKEND.unsupported(plain) is None
     assert "cuda" in str(BACKEND.unsupported(Request(8, 2, 64, torch.bfloat16, torch.bfloat16, "cuda")))
     assert "float64" in str(BACKEND.unsupported(Request(8, 2, 64, torch.float64, torch.bfloat16, "cpu")))
+
+
+@pytest.mark.parametrize("mask", [causal(), causal() & window(40)], ids=str)
+def test_scores_of_a_long_prefill_are_kept_in_parts(mask: Mask, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All rows of a tile at once would take gigabytes at a long context."""
+    monkeypatch.setattr(cpu, "_SCORES", 4 * 7 * 320)  # seven rows of four heads
+    f = filled([300], mask, last=[200])
+    q = queries([200], 4, 16)
+    score = scores.score(lambda s, b, h, q_idx, kv_idx: s - 0.01 * (q_idx - kv_idx) * (h + 1))
+    out = run(f, q, [200], mask, Cpu(), score=score)
+    check(out, f, q, [200], mask, score=score, positions_Q=torch.arange(100, 300))
