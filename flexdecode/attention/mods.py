@@ -30,8 +30,10 @@ class Mods:
         now than after a model has been loaded and a prompt read."""
         b, h_H, first = torch.tensor(0), torch.arange(heads), torch.zeros(1, dtype=torch.long)
         if self.mask is not None:
+            self.mask.check_heads(heads)
             self.mask(b, h_H[:, None, None], first[:, None], first)
         if self.score is not None:
+            self.score.check_heads(heads)
             evaluate(self.score, torch.zeros(heads, 1, 1), b, h_H, first, first)
 
     def mask_of(self, layer: AttentionConfig) -> Mask:
