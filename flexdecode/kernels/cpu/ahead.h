@@ -1,10 +1,11 @@
 // Asks for rows some time before they are read, in the order in which they will be, a few lines with every few products.
 //
 // Memory gives its full rate only while it always has something to bring, in ascending order: its own prefetcher follows
-// no other, and it gives up when requests come in bursts (docs/log.md). So all rows of keys and values to come stand in
+// no other, and it gives up when requests come in bursts (docs/log.md). So all runs of keys and values to come stand in
 // one list, and whatever is computed meanwhile, products or exponentials, asks for a few of their lines as it goes.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 
 #include "vec.h"
@@ -14,53 +15,75 @@ namespace FLEX_ISA {
 
 class Ahead {
  public:
-  // A list of row pointers that is filled and read round and round; `size` a power of two. Rows of keys and of values
-  // come in alternating runs of `run`, of `k_bytes` and `v_bytes` each; 0 bytes where they are not read.
-  Ahead(const char* const* rows, int64_t size, int64_t run, int64_t k_bytes, int64_t v_bytes)
-      : rows_(rows), mask_(size - 1), run_(run), k_bytes_(k_bytes), v_bytes_(v_bytes) {}
+  // Rows of keys or of values: their bytes, 0 where they are not read, and how far apart they lie.
+  struct Kind {
+    int64_t bytes, stride;
+  };
 
-  // Rows up to number `stop`, counted from the start, may be asked for.
+  // A list of runs of `rows` rows that is filled and read round and round, keys and values in turns; `size` a power of
+  // two. Null is a run that nothing can be asked for.
+  Ahead(const void* const* runs, int64_t size, int64_t rows, Kind keys, Kind values)
+      : runs_(runs), mask_(size - 1), rows_(rows), kinds_{keys, values} {}
+
+  // Runs up to number `stop`, counted from the start, may be asked for.
   void allow(int64_t stop) { stop_ = stop; }
 
+  // Asks for the next few lines. At the end of a run it may ask for some that follow it in memory.
   FLEX_INLINE void fetch(int64_t lines) {
-    if (end_ - at_ < 64 * lines) return slowly(lines);
-    for (int64_t i = 0; i < lines; ++i) __builtin_prefetch(at_ + 64 * i);
-    at_ += 64 * lines;
+    const char* at = at_;
+    if (__builtin_expect(at >= end_, 0)) {
+      if (!next()) return;
+      at = at_;
+    }
+    for (int64_t i = 0; i < lines; ++i) __builtin_prefetch(at + 64 * i);
+    at_ = at + 64 * lines;
   }
 
-  // Lines that are left before row `row`, the first of a run.
-  int64_t left(int64_t row) const { return row_ <= row ? (end_ - at_ + (row - row_) * (k_bytes_ + v_bytes_) / 2) / 64 : 0; }
+  // Lines that are left before run `run`, the first of a pair; less than 0 if it was asked for.
+  int64_t left(int64_t run) const {
+    return (std::max<int64_t>(end_ - at_, 0) + (run - run_) * (kinds_[0].bytes + kinds_[1].bytes) / 2 * rows_) / 64;
+  }
 
-  // Catches up: everything before row `row`, the first of a run, has been asked for.
-  void until(int64_t row) {
-    while (row_ < row || (row_ == row && at_ < end_)) {
-      if (row_ >= stop_ && at_ >= end_) return;
-      slowly(1);
+  // Catches up: everything before run `run` has been asked for.
+  void until(int64_t run) {
+    while (run_ < run || (run_ == run && (at_ < end_ || rest_ > 0))) {
+      if (at_ >= end_ && !next()) return;
+      const char* at = at_;
+      for (const char* end = end_; at < end; at += 64) __builtin_prefetch(at);
+      at_ = at;
     }
   }
 
  private:
-  FLEX_INLINE void slowly(int64_t lines) {
-    for (int64_t i = 0; i < lines; ++i) {
-      while (at_ >= end_) {
-        if (row_ >= stop_) return;
-        next();
+  // The next rows: a whole run where its rows lie one after the other, else one row.
+  FLEX_INLINE bool next() {
+    while (true) {
+      if (rest_ > 0) {
+        --rest_;
+        const Kind& kind = kinds_[(run_ - 1) & 1];
+        row_ += kind.stride;
+        at_ = row_;
+        end_ = row_ + kind.bytes;
+        return true;
       }
-      __builtin_prefetch(at_);
-      at_ += 64;
+      if (run_ >= stop_) return false;
+      const Kind& kind = kinds_[run_ & 1];
+      row_ = static_cast<const char*>(runs_[run_++ & mask_]);
+      if (!row_ || !kind.bytes) continue;
+      const bool dense = kind.bytes == kind.stride;
+      at_ = row_;
+      end_ = row_ + (dense ? rows_ : 1) * kind.bytes;
+      rest_ = dense ? 0 : rows_ - 1;
+      return true;
     }
   }
 
-  // The next rows of a run, as many as lie one after the other.
-  void next() {
-    const int64_t bytes = row_ / run_ % 2 ? v_bytes_ : k_bytes_;
-    at_ = end_ = rows_[row_ & mask_];
-    do end_ += bytes, ++row_;
-    while (row_ % run_ && rows_[row_ & mask_] == end_);
-  }
-  const char* const* rows_;
-  const char *at_ = nullptr, *end_ = nullptr;
-  int64_t mask_, run_, k_bytes_, v_bytes_, row_ = 0, stop_ = 0;
+  const void* const* runs_;
+  // Volatile, or the compiler keeps them in registers through loops that have none to spare (a fifth of the time).
+  const char *volatile at_ = nullptr, *volatile end_ = nullptr;
+  const char* row_ = nullptr;
+  int64_t mask_, rows_, run_ = 0, stop_ = 0, rest_ = 0;
+  Kind kinds_[2];
 };
 
 }  // namespace FLEX_ISA

@@ -1,7 +1,7 @@
 // Attention of few queries: every visible key and value is read once, for all heads of its group and all queries.
 //
 // Rows are (head of the group, query). Keys go by in blocks of 64: scores of all rows, softmax with a running maximum,
-// weighted sum. The weighted sum of one block runs in steps of 16 keys between the scores of the next, so that keys and
+// weighted sum. The weighted sum of one block runs in steps of a few keys between the scores of the next, so that keys and
 // values arrive side by side and neither falls out of the nearest cache before its turn. Rows are taken four at a time;
 // with four keys beside them, sixteen running products fill sixteen vectors, which one transposed tree of additions
 // sums at once. Sums are fp32.
@@ -25,24 +25,28 @@
 namespace flex {
 namespace FLEX_ISA {
 
-constexpr int64_t kLeadBytes = 8192;  // of keys and values asked for before they are read
+constexpr int64_t kLeadBytes = 12288;  // of keys and values asked for before they are read
 
 // What products are made of.
 enum class By { fp32, bf16, int8 };
 
 // Scratch of a thread: the group's queries widened [rows4, padded(head_dim)] (or as they are, bf16), scores and weights
-// of a block [rows4, 64] each (weights in bf16 for dot products), sums [rows4, padded(v_head_dim)], maximum and total.
+// of a block [rows4, 64] each (weights in bf16 for dot products), sums [rows4, dv], maximum and total.
 // For products of int8: queries, weights and sums in integers, and their scales.
 struct Scratch {
   float *q, *s, *p, *acc, *max, *sum;
   bf16 *q16, *p16;
   int8_t* q8;       // [rows4, d]
   uint8_t* p8;      // [rows4, 64]
+  void* spare;      // rows of a step that lie apart, brought together
   int32_t* sums;    // [rows4, dv8]
   float *q8_scale, *q8_offset, *unit;  // [rows4]
   int64_t rows4, d, dv, dv8;
+  // Whether the four rows from `row` on, a multiple of four, are taken together with four others.
+  bool paired(int64_t row) const { return row / (2 * kRows) * (2 * kRows) + kRows < rows4; }
   Scratch(const AttendArgs& a, int64_t rows, float* at)
-      : rows4((rows + kRows - 1) / kRows * kRows), d(padded(a.head_dim)), dv(padded(a.v_head_dim)), dv8((a.v_head_dim + 63) / 64 * 64) {
+      : rows4((rows + kRows - 1) / kRows * kRows), d(padded(a.head_dim)), dv8((a.v_head_dim + 63) / 64 * 64) {
+    dv = a.kv_type == Type::int8 ? dv8 : padded(a.v_head_dim);
     q = at;
     s = q + rows4 * d;
     p = s + rows4 * kBlock;
@@ -57,6 +61,7 @@ struct Scratch {
     sums = reinterpret_cast<int32_t*>(unit + rows4);
     p8 = reinterpret_cast<uint8_t*>(sums + rows4 * dv8);
     q8 = reinterpret_cast<int8_t*>(p8 + rows4 * kBlock);
+    spare = q8 + rows4 * d;
   }
 #if FLEX_DOT_INT8
   Queries8 queries8(int64_t row) const { return {q8 + row * d, q8_scale + row, q8_offset + row}; }
@@ -64,14 +69,15 @@ struct Scratch {
   static int64_t floats(const AttendArgs& a, int64_t rows) {
     const int64_t rows4 = (rows + kRows - 1) / kRows * kRows;
     const int64_t integers = 3 + (a.v_head_dim + 63) / 64 * 64 + kBlock / 4 + padded(a.head_dim) / 4;
-    return rows4 * (padded(a.head_dim) + 2 * kBlock + padded(a.v_head_dim) + 2 + integers);
+    const int64_t spare = kStepMost * std::max(a.head_dim, a.v_head_dim);
+    return rows4 * (padded(a.head_dim) + 2 * kBlock + (a.v_head_dim + 63) / 64 * 64 + 2 + integers) + spare;
   }
 };
 
 inline int64_t scratch_floats(const AttendArgs& a, int64_t rows) { return Scratch::floats(a, rows); }
 
 #if FLEX_DOT_BF16
-// For dot products: a single row as it is, else four rows in halves.
+// For dot products: a single row as it is, else four rows in halves, or in quarters where eight are taken together.
 inline void copy_queries(const AttendArgs& a, const Tile& tile, int64_t kv_head, int64_t rows, Scratch& x) {
   const auto at = [&](int64_t row) {
     return static_cast<const bf16*>(a.q) + (tile.row + row % tile.count) * a.q_token + head_of(a, tile, kv_head, row) * a.q_head;
@@ -84,7 +90,8 @@ inline void copy_queries(const AttendArgs& a, const Tile& tile, int64_t kv_head,
     const bf16* four[kRows];
     const int64_t count = std::min<int64_t>(rows - r, kRows);
     for (int64_t i = 0; i < count; ++i) four[i] = at(r + i);
-    lay_halves(four, count, a.head_dim, x.d, x.q16 + r * x.d);
+    const auto lay = x.paired(r) ? lay_quarters : lay_halves;
+    lay(four, count, a.head_dim, x.d, x.q16 + r * x.d);
   }
 }
 #endif
@@ -104,10 +111,10 @@ inline void widen_queries(const AttendArgs& a, const Tile& tile, int64_t kv_head
 
 // Softmax of one row over a block: scores become weights, the running maximum and total move on, and what was summed
 // before is scaled down. Scores are still to be multiplied by `scale` and, where they are given, the keys' scales; `seen`
-// has the keys' bits. `lines` to ask for with each vector.
+// has the keys' bits. `lines` to ask for with each vector. Integer weights are kept as floats, too, only where `keep`.
 template <By by>
 FLEX_INLINE void softmax_row(Scratch& x, int64_t row, float scale, uint64_t seen, const float* k_scale, const float* v_scale, Ahead& ahead,
-                             int64_t lines) {
+                             int64_t lines, bool keep) {
   constexpr int kVectors = kBlock / W;
   vf s[kVectors];
   vf greatest = splat(kNone);
@@ -145,45 +152,57 @@ FLEX_INLINE void softmax_row(Scratch& x, int64_t row, float scale, uint64_t seen
   }
 #endif
 #if FLEX_DOT_INT8
-  if constexpr (by == By::int8) x.unit[row] = round_weights8(s, x.p8 + row * kBlock);
+  if constexpr (by == By::int8) {
+    x.unit[row] = round_weights8(s, x.p8 + row * kBlock);
+    if (!keep) return;
+  }
 #endif
 #pragma GCC unroll 16
   for (int i = 0; i < kVectors; ++i) store(x.p + row * kBlock + i * W, s[i]);
 }
 
-// Scores of all rows and 16 keys, the first of them number `first` of its block.
+// Scores of all rows and a step's keys, the first of them number `first` of its block.
 template <class T, By by>
-FLEX_INLINE void score_keys(const AttendArgs& a, int64_t rows, Scratch& x, const T* const* k, int64_t first, Ahead& ahead) {
+FLEX_INLINE void score_keys(const AttendArgs& a, int64_t rows, Scratch& x, const Rows<T>& k, int64_t keys, int64_t first, Ahead& ahead) {
 #if FLEX_DOT_BF16
   if constexpr (by == By::bf16) {
-    if (rows == 1) return dots1x16(x.q16, k, a.head_dim, x.s + first, ahead);
-    for (int64_t j = 0; j < kStep; j += 8)
-      for (int64_t r = 0; r < x.rows4; r += kRows) dots4x8(x.q16 + r * x.d, k + j, a.head_dim, x.s + r * kBlock + first + j, ahead);
+    if (rows == 1) {
+      for (int64_t j = 0; j < keys; j += 8) dots1x8(x.q16, k.from(j), k.stride, a.head_dim, x.s + first + j, ahead);
+      return;
+    }
+    for (int64_t j = 0; j < keys; j += 8)
+      for (int64_t r = 0; r < x.rows4; r += 2 * kRows) {
+        const bf16* q = x.q16 + r * x.d;
+        float* s = x.s + r * kBlock + first + j;
+        if (!x.paired(r)) dots4x8(q, k.from(j), k.stride, a.head_dim, s, ahead);
+        else if (r) dots8x8<0>(q, kRows * x.d, k.from(j), k.stride, a.head_dim, s, ahead);
+        else dots8x8<2>(q, kRows * x.d, k.from(j), k.stride, a.head_dim, s, ahead);
+      }
     return;
   }
 #endif
 #if FLEX_DOT_INT8
   if constexpr (by == By::int8) {
-    for (int64_t j = 0; j < kStep; j += 8)
-      for (int64_t r = 0; r < x.rows4; r += kRows) scores4x8(x.queries8(r), k + j, a.head_dim, x.s + r * kBlock + first + j, ahead);
+    for (int64_t j = 0; j < keys; j += 8)
+      for (int64_t r = 0; r < x.rows4; r += kRows) scores4x8(x.queries8(r), k.from(j), k.stride, a.head_dim, x.s + r * kBlock + first + j, ahead);
     return;
   }
 #endif
-  for (int64_t j = 0; j < kStep; j += kKeys) {
+  for (int64_t j = 0; j < keys; j += kKeys) {
     for (int64_t r = 0; r < x.rows4; r += kRows) {
       float out[kRows * kKeys];
       ahead.fetch(8);
-      scores4x4(x.q + r * x.d, x.d, k + j, a.head_dim, out);
+      scores4x4(x.q + r * x.d, x.d, k.from(j), k.stride, a.head_dim, out);
       for (int row = 0; row < kRows; ++row) std::memcpy(x.s + (r + row) * kBlock + first + j, out + row * kKeys, kKeys * sizeof(float));
     }
   }
 }
 
-// Adds the weighted values of the keys [first, first + kStep) of a block to all rows.
+// Adds the weighted values of the keys [first, first + keys) of a block to all rows.
 template <class T, By by>
-FLEX_INLINE void sum_values(const AttendArgs& a, const Tile& tile, int64_t rows, Scratch& x, const Block& b, const T* const* v,
-                            int64_t first, Ahead& ahead) {
-  const int64_t n = std::min(b.n - first, kStep);
+FLEX_INLINE void sum_values(const AttendArgs& a, const Tile& tile, int64_t rows, Scratch& x, const Block& b, const Rows<T>& v,
+                            int64_t keys, int64_t first, Ahead& ahead) {
+  const int64_t n = std::min(b.n - first, keys);
   if (n <= 0) return;
 #if FLEX_DOT_INT8
   if constexpr (by == By::int8) {
@@ -192,14 +211,9 @@ FLEX_INLINE void sum_values(const AttendArgs& a, const Tile& tile, int64_t rows,
       for (int64_t r = 0; r < rows; r += kRows) {
         int32_t* sums = x.sums + r * x.dv8;
         const uint8_t* p = x.p8 + r * kBlock + first;
-        switch (std::min<int64_t>(rows - r, kRows)) {
-          case 1: weighted_int8<1>(sums, x.dv8, p, v, a.v_head_dim, ahead); break;
-          case 2: weighted_int8<2>(sums, x.dv8, p, v, a.v_head_dim, ahead); break;
-          case 3: weighted_int8<3>(sums, x.dv8, p, v, a.v_head_dim, ahead); break;
-          default: weighted_int8<4>(sums, x.dv8, p, v, a.v_head_dim, ahead);
-        }
+        weighted_rows8(std::min<int64_t>(rows - r, kRows), sums, x.dv8, p, v.at, v.stride, keys, a.v_head_dim, ahead);
       }
-      if (first + kStep >= b.n)
+      if (first + keys >= b.n)
         for (int64_t row = 0; row < rows; ++row) add_sums8(x.acc + row * x.dv, x.sums + row * x.dv8, x.dv, x.unit[row]);
       return;
     }
@@ -211,24 +225,23 @@ FLEX_INLINE void sum_values(const AttendArgs& a, const Tile& tile, int64_t rows,
 #if FLEX_DOT_BF16
       if constexpr (by == By::bf16) {
         const bf16* p = x.p16 + r * kBlock + first;
-        switch (std::min<int64_t>(rows - r, kRows)) {
-          case 1:
-            if (a.v_head_dim > 64) weighted_dot<1, 8>(acc, x.dv, p, v, n, a.v_head_dim, ahead);
-            else weighted_dot<1, 4>(acc, x.dv, p, v, n, a.v_head_dim, ahead);
-            break;
-          case 2: weighted_dot<2, 4>(acc, x.dv, p, v, n, a.v_head_dim, ahead); break;
-          case 3: weighted_dot<3, 4>(acc, x.dv, p, v, n, a.v_head_dim, ahead); break;
-          default: weighted_dot<4, 4>(acc, x.dv, p, v, n, a.v_head_dim, ahead);
-        }
+        const int64_t count = std::min<int64_t>(rows - r, kRows);
+        // Asked for evenly, a little less than is read.
+        if (x.rows4 == kRows) weighted_rows<3>(count, acc, x.dv, p, v.at, v.stride, n, a.v_head_dim, ahead);
+        else if (r < 2 * kRows) weighted_rows<2>(count, acc, x.dv, p, v.at, v.stride, n, a.v_head_dim, ahead);
+        else weighted_rows<0>(count, acc, x.dv, p, v.at, v.stride, n, a.v_head_dim, ahead);
       } else
 #endif
-        weighted4(acc, x.dv, x.p + r * kBlock + first, v, n, a.v_head_dim, ahead);
+        weighted4(acc, x.dv, x.p + r * kBlock + first, v.at, v.stride, n, a.v_head_dim, ahead);
     }
     return;
   }
   for (int64_t row = 0; row < rows; ++row) {
     float* acc = x.acc + row * x.dv;
-    float p[kStep];
+    float p[kStepMost];
+#if FLEX_DOT_INT8
+    if constexpr (by == By::int8) turn_order8(acc, x.dv);
+#endif
 #if FLEX_DOT_BF16
     if constexpr (by == By::bf16) {
       for (int64_t j = 0; j < n; ++j) p[j] = widen(x.p16[row * kBlock + first + j]);
@@ -236,19 +249,22 @@ FLEX_INLINE void sum_values(const AttendArgs& a, const Tile& tile, int64_t rows,
     } else
 #endif
       std::memcpy(p, x.p + row * kBlock + first, n * sizeof(float));
-    weighted1(acc, p, b.bits[row % tile.bit_rows] >> first, v, n, a.v_head_dim);
+    weighted1(acc, p, b.bits[row % tile.bit_rows] >> first, v.at, v.stride, n, a.v_head_dim);
 #if FLEX_DOT_BF16
     if constexpr (by == By::bf16) dot_order(acc, x.dv);
+#endif
+#if FLEX_DOT_INT8
+    if constexpr (by == By::int8) turn_order8(acc, x.dv);
 #endif
   }
 }
 
-// Scores of a block become weights, or are kept for the next pass. By its end rows up to `goal` have been asked for.
+// Scores of a block become weights, or are kept for the next pass. `to_ask` lines are asked for meanwhile.
 template <class T, By by>
 FLEX_INLINE void weigh(const AttendArgs& a, const Tile& tile, int64_t kv_head, int64_t rows, Scratch& x, const Block& b, int64_t i,
-                       int64_t goal, Ahead& ahead) {
+                       int64_t to_ask, Ahead& ahead) {
   const uint64_t all = b.n < kBlock ? (uint64_t{1} << b.n) - 1 : ~uint64_t{0};
-  const int64_t parts = rows * (kBlock / W), lines = (ahead.left(goal) + parts - 1) / parts;
+  const int64_t parts = rows * (kBlock / W), lines = (to_ask + parts - 1) / parts;
   const float scale = by == By::bf16 ? a.scale : 1.0f;  // queries that were not widened were not scaled either
   const auto seen_by = [&](int64_t row) { return b.bits ? all & b.bits[row % tile.bit_rows] : all; };
   const bool plain = a.pass == Pass::all && !a.op_count;
@@ -259,7 +275,7 @@ FLEX_INLINE void weigh(const AttendArgs& a, const Tile& tile, int64_t kv_head, i
       std::memcpy(s, kept, b.n * sizeof(float));
     } else {
       if (plain) {
-        softmax_row<by>(x, row, scale, seen_by(row), a.k_scale ? b.k_scale : nullptr, a.v_scale ? b.v_scale : nullptr, ahead, lines);
+        softmax_row<by>(x, row, scale, seen_by(row), a.k_scale ? b.k_scale : nullptr, a.v_scale ? b.v_scale : nullptr, ahead, lines, b.bits);
         continue;
       }
       for (int64_t j = 0; j < kBlock; j += W) {
@@ -274,7 +290,7 @@ FLEX_INLINE void weigh(const AttendArgs& a, const Tile& tile, int64_t kv_head, i
         continue;
       }
     }
-    softmax_row<by>(x, row, 1.0f, seen_by(row), nullptr, a.v_scale ? b.v_scale : nullptr, ahead, lines);
+    softmax_row<by>(x, row, 1.0f, seen_by(row), nullptr, a.v_scale ? b.v_scale : nullptr, ahead, lines, b.bits);
   }
 }
 
@@ -283,28 +299,30 @@ void blocks(const AttendArgs& a, const Piece& piece, Scratch& x) {
   const Tile& tile = a.tiles[piece.tile];
   const int64_t rows = a.heads / a.kv_heads * tile.count, count = piece.last_block - piece.first_block;
   if (count == 0) return;  // nothing is seen
-  constexpr int64_t steps = kBlock / kStep;
-  Ring<T> ring;
+  Ring<T> ring(a, tile, piece.kv_head);
+  const int64_t keys = ring.step, steps = kBlock / keys;
   Block held[3];
   Block *last = held, *now = held + 1, *next = held + 2;
-  const int64_t k_bytes = a.pass == Pass::weigh ? 0 : a.head_dim * sizeof(T), v_bytes = a.pass == Pass::score ? 0 : a.v_head_dim * sizeof(T);
-  const int64_t lead = std::max<int64_t>(2 * kLeadBytes / ((a.head_dim + a.v_head_dim) * sizeof(T)), kStep);  // rows
-  Ahead ahead(reinterpret_cast<const char* const*>(ring.rows), kRing, kStep, k_bytes, v_bytes);
-  find(a, tile, piece.kv_head, piece.first_block, 0, ring, *now, ahead);
-  for (int64_t step = 0; step < steps; ++step) std::memcpy(ring.values(3, step), ring.keys(0, step), kStep * sizeof(T*));
+  Ahead ahead = ring.ahead();
+  const int64_t lead = std::max<int64_t>(kLeadBytes / (ring.bytes() / 2 * keys), 1);  // runs
+  ring.find(piece.first_block, 0, *now, ahead);
   for (int64_t n = 0; n <= count; ++n) {
-    find(a, tile, piece.kv_head, piece.first_block + n + 1, n + 1, ring, *next, ahead);
-    if (!next->n)
-      for (int64_t step = 0; step < steps; ++step) std::memcpy(ring.keys(n + 1, step), ring.values(n, step), kStep * sizeof(T*));
-    ahead.allow(2 * kBlock * (n + 2));
+    ring.find(piece.first_block + n + 1, n + 1, *next, ahead);
+    ahead.allow(2 * steps * (n + 2));
     for (int64_t step = 0; step < steps; ++step) {
-      // A pass that reads half the rows does less between them, and would run too far ahead.
-      if (a.pass != Pass::all) ahead.allow(2 * kBlock * n + 2 * kStep * (step + 1) + 2 * lead);
-      ahead.until(2 * kBlock * n + 2 * kStep * (step + 1));
-      if (n < count && a.pass != Pass::weigh && step * kStep < now->n) score_keys<T, by>(a, rows, x, ring.keys(n, step), step * kStep, ahead);
-      if (a.pass != Pass::score) sum_values<T, by>(a, tile, rows, x, *last, ring.values(n + 3, step), step * kStep, ahead);
+      // Many rows, or a pass that reads half of the lines, would otherwise run too far ahead.
+      if (rows > kRows || a.pass != Pass::all) ahead.allow(std::min(2 * (steps * n + step + 1 + lead), 2 * steps * (n + 2)));
+      ahead.until(2 * (steps * n + step + 1));
+      const int64_t first = step * keys;
+      if (n < count && a.pass != Pass::weigh && first < now->n)
+        score_keys<T, by>(a, rows, x, ring.keys(*now, n, step, x.spare), keys, first, ahead);
+      if (a.pass != Pass::score && first < last->n)
+        sum_values<T, by>(a, tile, rows, x, *last, ring.values(*last, n - 1, step, x.spare), keys, first, ahead);
     }
-    if (n < count) weigh<T, by>(a, tile, piece.kv_head, rows, x, *now, piece.first_block + n, 2 * kBlock * (n + 1) + lead, ahead);
+    if (n < count) {
+      const int64_t to_ask = std::max<int64_t>(ahead.left(2 * steps * (n + 1)) + kLeadBytes / 64, 0);
+      weigh<T, by>(a, tile, piece.kv_head, rows, x, *now, piece.first_block + n, to_ask, ahead);
+    }
     Block* free = last;
     last = now, now = next, next = free;
   }
@@ -355,6 +373,7 @@ inline void piece(const AttendArgs& a, const Piece& p, float* scratch, float* st
 #if FLEX_DOT_INT8
         if (integers) {
           blocks<int8_t, By::int8>(a, p, x);
+          for (int64_t row = 0; row < rows; ++row) turn_order8(x.acc + row * x.dv, x.dv);
           break;
         }
 #endif
@@ -363,15 +382,16 @@ inline void piece(const AttendArgs& a, const Piece& p, float* scratch, float* st
       default: blocks<float, By::fp32>(a, p, x);
     }
   if (a.pass == Pass::score) return;
+  const int64_t width = padded(a.v_head_dim);
   for (int64_t row = 0; row < rows; ++row) {
     if (!state) {
       write(a, tile, p.kv_head, row, x.max[row], x.sum[row], x.acc + row * x.dv);
       continue;
     }
-    float* to = state + row * (2 + x.dv);
+    float* to = state + row * (2 + width);
     to[0] = x.max[row];
     to[1] = x.sum[row];
-    std::memcpy(to + 2, x.acc + row * x.dv, x.dv * sizeof(float));
+    std::memcpy(to + 2, x.acc + row * x.dv, width * sizeof(float));
   }
 }
 

@@ -34,7 +34,7 @@ FLEX_INLINE __m512bh halves(const bf16* k, int64_t left) {
 
 // Scores of four rows (halves of q) and eight keys: s[64·row + key]. A load of a key serves two rows in one instruction
 // and four in two: loads are what this machine has fewest of.
-FLEX_INLINE void dots4x8(const bf16* q, const bf16* const* k, int64_t dim, float* s, Ahead& ahead) {
+FLEX_INLINE void dots4x8(const bf16* q, const bf16* k, int64_t stride, int64_t dim, float* s, Ahead& ahead) {
   __m512 sum[2][8] = {};
   int64_t i = 0;
   for (; i + 16 <= dim; i += 16) {
@@ -42,7 +42,7 @@ FLEX_INLINE void dots4x8(const bf16* q, const bf16* const* k, int64_t dim, float
     ahead.fetch(3);
 #pragma GCC unroll 8
     for (int j = 0; j < 8; ++j) {
-      const __m512bh key = halves(k[j] + i);
+      const __m512bh key = halves(k + j * stride + i);
       sum[0][j] = _mm512_dpbf16_ps(sum[0][j], first, key);
       sum[1][j] = _mm512_dpbf16_ps(sum[1][j], second, key);
     }
@@ -50,7 +50,7 @@ FLEX_INLINE void dots4x8(const bf16* q, const bf16* const* k, int64_t dim, float
   if (i < dim) {
     const __m512bh first = (__m512bh)_mm512_loadu_si512(q + 4 * i), second = (__m512bh)_mm512_loadu_si512(q + 4 * i + 32);
     for (int j = 0; j < 8; ++j) {
-      const __m512bh key = halves(k[j] + i, dim - i);
+      const __m512bh key = halves(k + j * stride + i, dim - i);
       sum[0][j] = _mm512_dpbf16_ps(sum[0][j], first, key);
       sum[1][j] = _mm512_dpbf16_ps(sum[1][j], second, key);
     }
@@ -69,30 +69,77 @@ FLEX_INLINE void dots4x8(const bf16* q, const bf16* const* k, int64_t dim, float
   }
 }
 
+// Queries of four rows, laid so that one register faces 16 bytes of a key: [dim / 8][row][8], zeros behind dim.
+inline void lay_quarters(const bf16* const* rows, int64_t count, int64_t dim, int64_t padded, bf16* out) {
+  std::memset(out, 0, 4 * padded * sizeof(bf16));
+  for (int64_t r = 0; r < count; ++r)
+    for (int64_t d = 0; d < dim; ++d) out[d / 8 * 32 + r * 8 + d % 8] = rows[r][d];
+}
+
+FLEX_INLINE __m512bh quarters(const bf16* k) {
+  return (__m512bh)_mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(k)));
+}
+FLEX_INLINE __m512bh quarters(const bf16* k, int64_t left) {
+  return (__m512bh)_mm512_broadcast_i32x4(_mm_maskz_loadu_epi16(static_cast<__mmask8>((1 << left) - 1), k));
+}
+
+// Scores of eight rows (quarters of q, the second four `next` behind) and eight keys: s[64·row + key]. As many loads
+// for a product as with halves, and fewer sums across registers.
+template <int lines>
+FLEX_INLINE void dots8x8(const bf16* q, int64_t next, const bf16* k, int64_t stride, int64_t dim, float* s, Ahead& ahead) {
+  __m512 sum[2][8] = {};
+  int64_t i = 0;
+  for (; i + 8 <= dim; i += 8) {
+    const __m512bh first = (__m512bh)_mm512_loadu_si512(q + 4 * i), second = (__m512bh)_mm512_loadu_si512(q + next + 4 * i);
+    if (lines) ahead.fetch(lines);
+#pragma GCC unroll 8
+    for (int j = 0; j < 8; ++j) {
+      const __m512bh key = quarters(k + j * stride + i);
+      sum[0][j] = _mm512_dpbf16_ps(sum[0][j], first, key);
+      sum[1][j] = _mm512_dpbf16_ps(sum[1][j], second, key);
+    }
+  }
+  if (i < dim) {
+    const __m512bh first = (__m512bh)_mm512_loadu_si512(q + 4 * i), second = (__m512bh)_mm512_loadu_si512(q + next + 4 * i);
+    for (int j = 0; j < 8; ++j) {
+      const __m512bh key = quarters(k + j * stride + i, dim - i);
+      sum[0][j] = _mm512_dpbf16_ps(sum[0][j], first, key);
+      sum[1][j] = _mm512_dpbf16_ps(sum[1][j], second, key);
+    }
+  }
+#pragma GCC unroll 2
+  for (int four = 0; four < 2; ++four) {
+    const __m512* x = sum[four];
+    store_quarters(sum_quarters(x[0], x[1], x[2], x[3]), s + 4 * four * kBlock);
+    store_quarters(sum_quarters(x[4], x[5], x[6], x[7]), s + 4 * four * kBlock + 4);
+  }
+}
+
 FLEX_INLINE __mmask32 mask_of(int64_t left) { return left >= 32 ? ~__mmask32{0} : left > 0 ? (__mmask32{1} << left) - 1 : 0; }
 
-// Scores of one row and sixteen keys.
-FLEX_INLINE void dots1x16(const bf16* q, const bf16* const* k, int64_t dim, float* s, Ahead& ahead) {
-  __m512 sum[16] = {};
+// Scores of one row and eight keys.
+FLEX_INLINE void dots1x8(const bf16* q, const bf16* k, int64_t stride, int64_t dim, float* s, Ahead& ahead) {
+  __m512 sum[8] = {};
   for (int64_t i = 0; i < dim; i += 32) {
     const __mmask32 mask = mask_of(dim - i);
     const __m512bh query = (__m512bh)_mm512_maskz_loadu_epi16(mask, q + i);
-#pragma GCC unroll 16
-    for (int j = 0; j < 16; ++j) {
-      sum[j] = _mm512_dpbf16_ps(sum[j], query, (__m512bh)_mm512_maskz_loadu_epi16(mask, k[j] + i));
+#pragma GCC unroll 8
+    for (int j = 0; j < 8; ++j) {
+      sum[j] = _mm512_dpbf16_ps(sum[j], query, (__m512bh)_mm512_maskz_loadu_epi16(mask, k + j * stride + i));
       if (j % 4 == 0) ahead.fetch(4);
     }
   }
-  vf acc[16];
-#pragma GCC unroll 16
-  for (int j = 0; j < 16; ++j) acc[j] = (vf)sum[j];
-  sums16(acc, s);
+  const __m512 low = sum_quarters(sum[0], sum[1], sum[2], sum[3]), high = sum_quarters(sum[4], sum[5], sum[6], sum[7]);
+  const __m512 two = _mm512_shuffle_f32x4(low, high, 0x88) + _mm512_shuffle_f32x4(low, high, 0xdd);
+  const __m256 even = _mm512_castps512_ps256(two), odd = _mm512_extractf32x8_ps(two, 1);
+  _mm_storeu_ps(s, _mm256_castps256_ps128(even) + _mm256_extractf32x4_ps(even, 1));
+  _mm_storeu_ps(s + 4, _mm256_castps256_ps128(odd) + _mm256_extractf32x4_ps(odd, 1));
 }
 
 // acc[row] += p[row][j] · v[j] for R rows over n keys, in columns of 16 C; p is bf16 [R, 64] with zeros behind n; v[n]
-// may be read.
-template <int R, int C>
-FLEX_INLINE void weighted_dot(float* acc, int64_t dv, const bf16* p, const bf16* const* v, int64_t n, int64_t dim, Ahead& ahead) {
+// may be read. `lines` to ask for with each pair of values.
+template <int R, int C, int lines>
+FLEX_INLINE void weighted_dot(float* acc, int64_t dv, const bf16* p, const bf16* v, int64_t stride, int64_t n, int64_t dim, Ahead& ahead) {
   for (int64_t i = 0; i < dim; i += 16 * C) {
     __mmask32 mask[C / 2];
 #pragma GCC unroll 8
@@ -103,11 +150,12 @@ FLEX_INLINE void weighted_dot(float* acc, int64_t dv, const bf16* p, const bf16*
 #pragma GCC unroll 8
       for (int c = 0; c < C; ++c) sum[r][c] = mask[c / 2] ? _mm512_loadu_ps(acc + r * dv + i + 16 * c) : _mm512_setzero_ps();
     for (int64_t j = 0; j < n; j += 2) {
-      ahead.fetch(R == 1 ? 4 : 3);
+      if (lines) ahead.fetch(lines);
       __m512bh pairs[C];
 #pragma GCC unroll 8
       for (int c = 0; c < C; c += 2) {
-        const __m512i a = _mm512_maskz_loadu_epi16(mask[c / 2], v[j] + i + 16 * c), b = _mm512_maskz_loadu_epi16(mask[c / 2], v[j + 1] + i + 16 * c);
+        const bf16* row = v + j * stride + i + 16 * c;
+        const __m512i a = _mm512_maskz_loadu_epi16(mask[c / 2], row), b = _mm512_maskz_loadu_epi16(mask[c / 2], row + stride);
         pairs[c] = (__m512bh)_mm512_unpacklo_epi16(a, b);
         pairs[c + 1] = (__m512bh)_mm512_unpackhi_epi16(a, b);
       }
@@ -125,6 +173,21 @@ FLEX_INLINE void weighted_dot(float* acc, int64_t dv, const bf16* p, const bf16*
 #pragma GCC unroll 8
       for (int c = 0; c < C; ++c)
         if (mask[c / 2]) _mm512_storeu_ps(acc + r * dv + i + 16 * c, sum[r][c]);
+  }
+}
+
+// The same for one to four rows.
+template <int lines>
+FLEX_INLINE void weighted_rows(int64_t rows, float* acc, int64_t dv, const bf16* p, const bf16* v, int64_t stride, int64_t n, int64_t dim,
+                               Ahead& ahead) {
+  switch (rows) {
+    case 1:
+      if (dim > 64) weighted_dot<1, 8, lines + 1>(acc, dv, p, v, stride, n, dim, ahead);
+      else weighted_dot<1, 4, lines + 1>(acc, dv, p, v, stride, n, dim, ahead);
+      break;
+    case 2: weighted_dot<2, 4, lines>(acc, dv, p, v, stride, n, dim, ahead); break;
+    case 3: weighted_dot<3, 4, lines>(acc, dv, p, v, stride, n, dim, ahead); break;
+    default: weighted_dot<4, 4, lines>(acc, dv, p, v, stride, n, dim, ahead);
   }
 }
 

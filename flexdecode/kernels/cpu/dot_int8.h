@@ -45,6 +45,12 @@ inline void lay_queries8(const float* q, int64_t stride, int64_t count, int64_t 
   }
 }
 
+// Sum and products of unsigned and signed bytes. Written out, since the compiler copies sums around its own name for it.
+FLEX_INLINE __m512i dot8(__m512i sum, __m512i a, __m512i b) {
+  asm("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(a), "v"(b));
+  return sum;
+}
+
 FLEX_INLINE __m512i keys8(const int8_t* k) {
   return _mm512_xor_si512(_mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(k))), _mm512_set1_epi8(-128));
 }
@@ -54,18 +60,19 @@ FLEX_INLINE __m512i keys8(const int8_t* k, int64_t left) {
 }
 
 // Scores of four rows and eight keys, the keys' scales left out: s[64 · row + key].
-FLEX_INLINE void scores4x8(const Queries8& q, const int8_t* const* k, int64_t dim, float* s, Ahead& ahead) {
+FLEX_INLINE void scores4x8(const Queries8& q, const int8_t* k, int64_t stride, int64_t dim, float* s, Ahead& ahead) {
   __m512i sum[8] = {};
   int64_t i = 0;
   for (; i + 16 <= dim; i += 16) {
     const __m512i query = _mm512_loadu_si512(q.codes + 4 * i);
     ahead.fetch(2);
 #pragma GCC unroll 8
-    for (int j = 0; j < 8; ++j) sum[j] = _mm512_dpbusd_epi32(sum[j], keys8(k[j] + i), query);
+    for (int j = 0; j < 8; ++j) sum[j] = dot8(sum[j], keys8(k + j * stride + i), query);
   }
   if (i < dim) {
     const __m512i query = _mm512_loadu_si512(q.codes + 4 * i);
-    for (int j = 0; j < 8; ++j) sum[j] = _mm512_dpbusd_epi32(sum[j], keys8(k[j] + i, dim - i), query);
+#pragma GCC unroll 8
+    for (int j = 0; j < 8; ++j) sum[j] = dot8(sum[j], keys8(k + j * stride + i, dim - i), query);
   }
   const __m512i to_rows = _mm512_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3);
   const __m512 scales = _mm512_permutexvar_ps(to_rows, _mm512_castps128_ps512(_mm_loadu_ps(q.scale)));
@@ -96,10 +103,11 @@ FLEX_INLINE float round_weights8(const vf* p, uint8_t* out) {
 
 FLEX_INLINE __mmask64 mask8_of(int64_t left) { return left >= 64 ? ~__mmask64{0} : left > 0 ? (__mmask64{1} << left) - 1 : 0; }
 
-// sum[row] += weight · value for R rows over sixteen keys, in integers; the columns of 64 stand as in `columns8`.
+// sum[row] += weight · value for R rows over some keys, a multiple of four, in integers; columns stand as `turn_order8` says.
 // Weights [R, 64] are 0 for keys that are none.
 template <int R>
-FLEX_INLINE void weighted_int8(int32_t* sums, int64_t dv, const uint8_t* p, const int8_t* const* v, int64_t dim, Ahead& ahead) {
+FLEX_INLINE void weighted_int8(int32_t* sums, int64_t dv, const uint8_t* p, const int8_t* v, int64_t stride, int64_t keys, int64_t dim,
+                               Ahead& ahead) {
   for (int64_t i = 0; i < dim; i += 64) {
     const __mmask64 mask = mask8_of(dim - i);
     __m512i sum[R][4];
@@ -107,11 +115,11 @@ FLEX_INLINE void weighted_int8(int32_t* sums, int64_t dv, const uint8_t* p, cons
     for (int r = 0; r < R; ++r)
 #pragma GCC unroll 4
       for (int c = 0; c < 4; ++c) sum[r][c] = _mm512_loadu_si512(sums + r * dv + i + 16 * c);
-    for (int64_t j = 0; j < 16; j += 4) {
+    for (int64_t j = 0; j < keys; j += 4) {
       ahead.fetch(4);
       __m512i row[4], two[4], four[4];
 #pragma GCC unroll 4
-      for (int n = 0; n < 4; ++n) row[n] = _mm512_maskz_loadu_epi8(mask, v[j + n] + i);
+      for (int n = 0; n < 4; ++n) row[n] = _mm512_maskz_loadu_epi8(mask, v + (j + n) * stride + i);
       two[0] = _mm512_unpacklo_epi8(row[0], row[1]), two[1] = _mm512_unpackhi_epi8(row[0], row[1]);
       two[2] = _mm512_unpacklo_epi8(row[2], row[3]), two[3] = _mm512_unpackhi_epi8(row[2], row[3]);
       four[0] = _mm512_unpacklo_epi16(two[0], two[2]), four[1] = _mm512_unpackhi_epi16(two[0], two[2]);
@@ -122,7 +130,7 @@ FLEX_INLINE void weighted_int8(int32_t* sums, int64_t dv, const uint8_t* p, cons
         std::memcpy(&bytes, p + r * kBlock + j, 4);
         const __m512i weights = _mm512_set1_epi32(bytes);
 #pragma GCC unroll 4
-        for (int c = 0; c < 4; ++c) sum[r][c] = _mm512_dpbusd_epi32(sum[r][c], weights, four[c]);
+        for (int c = 0; c < 4; ++c) sum[r][c] = dot8(sum[r][c], weights, four[c]);
       }
     }
 #pragma GCC unroll 4
@@ -132,15 +140,30 @@ FLEX_INLINE void weighted_int8(int32_t* sums, int64_t dv, const uint8_t* p, cons
   }
 }
 
-// acc += unit · sums of one row, columns put in their places: of 64, group m of lane l holds 16·l + 4·m.
-inline void add_sums8(float* acc, const int32_t* sums, int64_t dv, float unit) {
-  for (int64_t i = 0; i < dv; i += 64)
-    for (int lane = 0; lane < 4 && i + 16 * lane < dv; ++lane)
-      for (int m = 0; m < 4; ++m) {
-        const __m128 x = _mm_cvtepi32_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(sums + i + 16 * m + 4 * lane)));
-        float* to = acc + i + 16 * lane + 4 * m;
-        _mm_storeu_ps(to, _mm_fmadd_ps(x, _mm_set1_ps(unit), _mm_loadu_ps(to)));
-      }
+// The same for one to four rows.
+FLEX_INLINE void weighted_rows8(int64_t rows, int32_t* sums, int64_t dv, const uint8_t* p, const int8_t* v, int64_t stride, int64_t keys,
+                                int64_t dim, Ahead& ahead) {
+  switch (rows) {
+    case 1: weighted_int8<1>(sums, dv, p, v, stride, keys, dim, ahead); break;
+    case 2: weighted_int8<2>(sums, dv, p, v, stride, keys, dim, ahead); break;
+    case 3: weighted_int8<3>(sums, dv, p, v, stride, keys, dim, ahead); break;
+    default: weighted_int8<4>(sums, dv, p, v, stride, keys, dim, ahead);
+  }
+}
+
+// acc += unit · sums of one row, both in the order of weighted_int8.
+FLEX_INLINE void add_sums8(float* acc, const int32_t* sums, int64_t dv, float unit) {
+  for (int64_t i = 0; i < dv; i += 16) store(acc + i, load(acc + i) + (vf)_mm512_cvtepi32_ps(_mm512_loadu_si512(sums + i)) * unit);
+}
+
+// Columns as weighted_int8 leaves them, 64 at a time: group m of lane l holds 16·l + 4·m; turning twice restores them.
+inline void turn_order8(float* acc, int64_t dv) {
+  for (int64_t i = 0; i < dv; i += 64) {
+    float from[64];
+    std::memcpy(from, acc + i, sizeof from);
+    for (int lane = 0; lane < 4; ++lane)
+      for (int m = 0; m < 4; ++m) std::memcpy(acc + i + 16 * lane + 4 * m, from + 16 * m + 4 * lane, 16);
+  }
 }
 
 }  // namespace FLEX_ISA

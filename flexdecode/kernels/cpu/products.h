@@ -61,12 +61,12 @@ FLEX_INLINE void store_quarters(__m512 x, float* s) {
 
 // Scores of four rows and four keys: out[4·row + key] = q[row] · k[key].
 template <class T>
-FLEX_INLINE void scores4x4(const float* q, int64_t d_padded, const T* const* k, int64_t dim, float* out) {
+FLEX_INLINE void scores4x4(const float* q, int64_t d_padded, const T* k, int64_t stride, int64_t dim, float* out) {
   vf acc[kRows * kKeys] = {};
   int64_t i = 0;
   for (; i + W <= dim; i += W) {
     vf key[kKeys];
-    for (int j = 0; j < kKeys; ++j) key[j] = load(k[j] + i);
+    for (int j = 0; j < kKeys; ++j) key[j] = load(k + j * stride + i);
     for (int r = 0; r < kRows; ++r) {
       const vf query = load(q + r * d_padded + i);
       for (int j = 0; j < kKeys; ++j) acc[r * kKeys + j] += query * key[j];
@@ -74,7 +74,7 @@ FLEX_INLINE void scores4x4(const float* q, int64_t d_padded, const T* const* k, 
   }
   if (i < dim) {
     for (int j = 0; j < kKeys; ++j) {
-      const vf key = load_part(k[j] + i, static_cast<int>(dim - i));
+      const vf key = load_part(k + j * stride + i, static_cast<int>(dim - i));
       for (int r = 0; r < kRows; ++r) acc[r * kKeys + j] += load_part(q + r * d_padded + i, static_cast<int>(dim - i)) * key;
     }
   }
@@ -83,7 +83,7 @@ FLEX_INLINE void scores4x4(const float* q, int64_t d_padded, const T* const* k, 
 
 // acc[row] += p[row][j] · v[j] for four rows over n keys, in columns of four vectors.
 template <class T>
-FLEX_INLINE void weighted4(float* acc, int64_t dv, const float* p, const T* const* v, int64_t n, int64_t dim, Ahead& ahead) {
+FLEX_INLINE void weighted4(float* acc, int64_t dv, const float* p, const T* v, int64_t stride, int64_t n, int64_t dim, Ahead& ahead) {
   constexpr int kColumns = 4;
   int64_t i = 0;
   for (; i + kColumns * W <= dim; i += kColumns * W) {
@@ -91,7 +91,7 @@ FLEX_INLINE void weighted4(float* acc, int64_t dv, const float* p, const T* cons
     for (int r = 0; r < kRows; ++r)
       for (int c = 0; c < kColumns; ++c) sum[r][c] = load(acc + r * dv + i + c * W);
     for (int64_t j = 0; j < n; ++j) {
-      const T* row = v[j] + i;
+      const T* row = v + j * stride + i;
       ahead.fetch(2);
       vf value[kColumns];
       for (int c = 0; c < kColumns; ++c) value[c] = load(row + c * W);
@@ -108,7 +108,7 @@ FLEX_INLINE void weighted4(float* acc, int64_t dv, const float* p, const T* cons
     vf sum[kRows];
     for (int r = 0; r < kRows; ++r) sum[r] = load(acc + r * dv + i);
     for (int64_t j = 0; j < n; ++j) {
-      const vf value = part == W ? load(v[j] + i) : load_part(v[j] + i, part);
+      const vf value = part == W ? load(v + j * stride + i) : load_part(v + j * stride + i, part);
       for (int r = 0; r < kRows; ++r) sum[r] += splat(p[r * kBlock + j]) * value;
     }
     for (int r = 0; r < kRows; ++r) store(acc + r * dv + i, sum[r]);
@@ -117,13 +117,13 @@ FLEX_INLINE void weighted4(float* acc, int64_t dv, const float* p, const T* cons
 
 // The same for one row and the keys that it sees: a value that is masked may be anything, and 0 · NaN is NaN.
 template <class T>
-FLEX_INLINE void weighted1(float* acc, const float* p, uint64_t seen, const T* const* v, int64_t n, int64_t dim) {
+FLEX_INLINE void weighted1(float* acc, const float* p, uint64_t seen, const T* v, int64_t stride, int64_t n, int64_t dim) {
   for (int64_t j = 0; j < n; ++j) {
     if (!((seen >> j) & 1)) continue;
     const vf weight = splat(p[j]);
     int64_t i = 0;
-    for (; i + W <= dim; i += W) store(acc + i, load(acc + i) + weight * load(v[j] + i));
-    if (i < dim) store(acc + i, load(acc + i) + weight * load_part(v[j] + i, static_cast<int>(dim - i)));
+    for (; i + W <= dim; i += W) store(acc + i, load(acc + i) + weight * load(v + j * stride + i));
+    if (i < dim) store(acc + i, load(acc + i) + weight * load_part(v + j * stride + i, static_cast<int>(dim - i)));
   }
 }
 

@@ -10,64 +10,117 @@
 namespace flex {
 namespace FLEX_ISA {
 
-constexpr int64_t kStep = 16;  // keys whose values are summed between the scores of others
+constexpr int64_t kStepMost = 16, kStepLeast = 8;  // keys whose values are summed between the scores of others
+constexpr int64_t kStepBytes = 4096;               // which is to be no more than this: twice two steps stay in the nearest cache
 
-// Rows of keys and values in the order in which they are read: 16 keys of a block, then 16 values of the block before.
-// Four blocks fit: what is being read, what comes next, and the values that come after it.
-constexpr int64_t kRing = 8 * kBlock;
-
+// Rows of keys or values, `stride` elements apart.
 template <class T>
-struct Ring {
-  const T* rows[kRing + 1];
-  // Step `step` of block number `n` of the piece: its keys, and the values of the block before it.
-  const T** keys(int64_t n, int64_t step) { return rows + (n & 3) * 2 * kBlock + step * 2 * kStep; }
-  const T** values(int64_t n, int64_t step) { return keys(n + 1, step) + kStep; }
+struct Rows {
+  const T* at;
+  int64_t stride;
+  const T* from(int64_t row) const { return at + row * stride; }
 };
 
 // A block: its scales, and who sees its keys.
 struct Block {
-  float k_scale[kBlock] = {}, v_scale[kBlock] = {};
+  const float *k_scale = nullptr, *v_scale = nullptr;
   int64_t start = 0, n = 0;        // n 0: nothing
   const uint64_t* bits = nullptr;  // of its rows, null where all see all
+  float copied[2][kBlock];         // scales that lie apart
 };
 
-// Finds block `i` of a tile, the `number`th of its piece. Past its end the last key is repeated: it is read, and masked.
+// Runs of keys and values in the order in which they are read: a step's keys of a block, then as many values of the block
+// before. Four blocks fit: what is being read, what comes next, and the values that come after it.
 template <class T>
-void find(const AttendArgs& a, const Tile& tile, int64_t kv_head, int64_t i, int64_t number, Ring<T>& ring, Block& b, Ahead& ahead) {
-  b.n = 0;
-  if (i >= tile.block_count) return;
-  b.start = tile.blocks[i] * kBlock;
-  b.n = std::min(tile.length - b.start, kBlock);
-  b.bits = tile.bits_at[i] < 0 ? nullptr : tile.bits + tile.bits_at[i] * tile.bit_rows;
-  const T* keys = static_cast<const T*>(a.k) + kv_head * a.k_head;
-  const T* values = static_cast<const T*>(a.v) + kv_head * a.v_head;
-  const auto slot_of = [&](int64_t position) {
-    return tile.table ? tile.table[position / a.page] * a.page + position % a.page : tile.base + position;
-  };
-  const float* k_scale = a.k_scale ? a.k_scale + kv_head * a.slots : nullptr;
-  const float* v_scale = a.k_scale ? a.v_scale + kv_head * a.slots : nullptr;
-  if (b.n == kBlock && (!tile.table || a.page % kBlock == 0)) {  // one run of slots, the common case
-    const int64_t slot = slot_of(b.start);
-    const T *k = keys + slot * a.k_slot, *v = values + slot * a.v_slot;
-    for (int64_t step = 0; step < kBlock / kStep; ++step) {
-      const T **k_rows = ring.keys(number, step), **v_rows = ring.values(number, step);
-      ahead.fetch(4);
-#pragma GCC unroll 16
-      for (int64_t j = 0; j < kStep; ++j, k += a.k_slot, v += a.v_slot) k_rows[j] = k, v_rows[j] = v;
-    }
-    if (k_scale) {
-      std::memcpy(b.k_scale, k_scale + slot, kBlock * sizeof(float));
-      std::memcpy(b.v_scale, v_scale + slot, kBlock * sizeof(float));
-    }
-    return;
+class Ring {
+ public:
+  const int64_t step;  // keys
+
+  Ring(const AttendArgs& a, const Tile& tile, int64_t kv_head)
+      : step(a.head_dim * static_cast<int64_t>(sizeof(T)) * kStepMost > kStepBytes ? kStepLeast : kStepMost), a_(a), tile_(tile),
+        k_(static_cast<const T*>(a.k) + kv_head * a.k_head), v_(static_cast<const T*>(a.v) + kv_head * a.v_head),
+        k_scale_(a.k_scale ? a.k_scale + kv_head * a.slots : nullptr), v_scale_(a.k_scale ? a.v_scale + kv_head * a.slots : nullptr) {}
+
+  // Bytes of a key and a value.
+  int64_t bytes() const { return (a_.head_dim + a_.v_head_dim) * sizeof(T); }
+
+  Ahead ahead() const {
+    const int64_t size = sizeof(T);
+    const Ahead::Kind keys{a_.pass == Pass::weigh ? 0 : a_.head_dim * size, a_.k_slot * size};
+    const Ahead::Kind values{a_.pass == Pass::score ? 0 : a_.v_head_dim * size, a_.v_slot * size};
+    return Ahead(runs_, 8 * (kBlock / step), step, keys, values);
   }
-  for (int64_t j = 0; j < kBlock; ++j) {
-    const int64_t slot = slot_of(b.start + std::min(j, b.n - 1));
-    ring.keys(number, j / kStep)[j % kStep] = keys + slot * a.k_slot;
-    ring.values(number, j / kStep)[j % kStep] = values + slot * a.v_slot;
-    if (k_scale) b.k_scale[j] = k_scale[slot], b.v_scale[j] = v_scale[slot];
+
+  // Finds block `i` of the tile, the `number`th of its piece.
+  void find(int64_t i, int64_t number, Block& b, Ahead& ahead) {
+    b.n = 0;
+    const int64_t steps = kBlock / step;
+    if (i >= tile_.block_count) {
+      for (int64_t s = 0; s < steps; ++s) *key_run(number, s) = *value_run(number, s) = nullptr;
+      return;
+    }
+    b.start = tile_.blocks[i] * kBlock;
+    b.n = std::min(tile_.length - b.start, kBlock);
+    b.bits = tile_.bits_at[i] < 0 ? nullptr : tile_.bits + tile_.bits_at[i] * tile_.bit_rows;
+    if (b.n == kBlock && (!tile_.table || a_.page % kBlock == 0)) {  // one run of slots, the common case
+      const int64_t slot = slot_of(b.start);
+      for (int64_t s = 0; s < steps; ++s) {
+        *key_run(number, s) = k_ + (slot + s * step) * a_.k_slot;
+        *value_run(number, s) = v_ + (slot + s * step) * a_.v_slot;
+      }
+      ahead.fetch(8);
+      if (!k_scale_) return;
+      b.k_scale = k_scale_ + slot;
+      b.v_scale = v_scale_ + slot;
+      for (int64_t j = 0; j < kBlock; j += 16) __builtin_prefetch(b.k_scale + j), __builtin_prefetch(b.v_scale + j);
+      return;
+    }
+    for (int64_t s = 0; s < steps; ++s) {
+      const int64_t first = b.start + s * step;
+      const bool apart = (s + 1) * step > b.n || (tile_.table && first % a_.page + step > a_.page);
+      *key_run(number, s) = apart ? nullptr : k_ + slot_of(first) * a_.k_slot;
+      *value_run(number, s) = apart ? nullptr : v_ + slot_of(first) * a_.v_slot;
+    }
+    if (!k_scale_) return;
+    for (int64_t j = 0; j < kBlock; ++j) {
+      const int64_t slot = slot_of(b.start + std::min(j, b.n - 1));
+      b.copied[0][j] = k_scale_[slot];
+      b.copied[1][j] = v_scale_[slot];
+    }
+    b.k_scale = b.copied[0];
+    b.v_scale = b.copied[1];
   }
-}
+
+  // Keys and values of a step of block `b`, number `n` of its piece; where they lie apart, copied to `spare`. Past the
+  // block's end the last key is repeated: it is read, and masked.
+  Rows<T> keys(const Block& b, int64_t n, int64_t s, void* spare) {
+    if (const void* run = *key_run(n, s)) return {static_cast<const T*>(run), a_.k_slot};
+    return gather(b, s, k_, a_.k_slot, a_.head_dim, static_cast<T*>(spare));
+  }
+  Rows<T> values(const Block& b, int64_t n, int64_t s, void* spare) {
+    if (const void* run = *value_run(n, s)) return {static_cast<const T*>(run), a_.v_slot};
+    return gather(b, s, v_, a_.v_slot, a_.v_head_dim, static_cast<T*>(spare));
+  }
+
+ private:
+  const void** key_run(int64_t n, int64_t s) { return runs_ + 2 * (kBlock / step) * (n & 3) + 2 * s; }
+  const void** value_run(int64_t n, int64_t s) { return key_run(n + 1, s) + 1; }
+  int64_t slot_of(int64_t position) const {
+    return tile_.table ? tile_.table[position / a_.page] * a_.page + position % a_.page : tile_.base + position;
+  }
+
+  __attribute__((noinline)) Rows<T> gather(const Block& b, int64_t s, const T* from, int64_t slot_stride, int64_t dim, T* out) const {
+    for (int64_t j = 0; j < step; ++j)
+      std::memcpy(out + j * dim, from + slot_of(b.start + std::min(s * step + j, b.n - 1)) * slot_stride, dim * sizeof(T));
+    return {out, dim};
+  }
+
+  const AttendArgs& a_;
+  const Tile& tile_;
+  const T *k_, *v_;
+  const float *k_scale_, *v_scale_;
+  const void* runs_[8 * (kBlock / kStepLeast)] = {};
+};
 
 }  // namespace FLEX_ISA
 }  // namespace flex
