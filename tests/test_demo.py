@@ -97,7 +97,9 @@ def test_bf16_is_as_near_to_fp32_as_transformers_own(
 
 
 def test_a_chat_answers_sensibly() -> None:
-    answer = LLM("demo").chat([{"role": "user", "content": CHATS[0]}], SamplingParams(max_tokens=40, temperature=0.0))
+    # In bf16 two answers to this question are equally likely to the last bit; in fp32 they are not.
+    llm = LLM("demo", dtype="float32")
+    answer = llm.chat([{"role": "user", "content": CHATS[0]}], SamplingParams(max_tokens=40, temperature=0.0))
     assert "Paris" in answer.text
     assert answer.finish_reason == "stop"
 
