@@ -116,8 +116,9 @@ def _commands(cxx: str) -> dict[str, list[str]]:
     """Object name -> command, without its output."""
     names = isas()
     commands = {
-        f"isa_{name}": [cxx, *_COMMON, f"-DFLEX_ISA={name}", *flags, "-c", str(SOURCES / "isa.cpp")]
+        f"{source}_{name}": [cxx, *_COMMON, f"-DFLEX_ISA={name}", *flags, "-c", str(SOURCES / f"{source}.cpp")]
         for name, flags in names.items()
+        for source in ("isa", "linear_isa")
     }
     include = _torch() / "include"
     every = " ".join(f"X({name})" for name in names)

@@ -13,7 +13,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from flexdecode.kernels import int4_torch, reference
+from flexdecode.kernels import int4_torch, linear, reference
 from flexdecode.kernels.attention import (
     FEW_QUERIES,
     PackedTiles,
@@ -27,6 +27,7 @@ from flexdecode.kernels.attention import (
     use_torch_products,
 )
 from flexdecode.kernels.int4_torch import PackedInt4
+from flexdecode.kernels.linear import Int4Tiles, Int8Tiles
 from flexdecode.kernels.reference import dequantize_fp4, dequantize_int4, linear_fp4
 
 __all__ = [
@@ -47,6 +48,8 @@ __all__ = [
     "linear_int8",
     "pack_int4",
     "pack_int8",
+    "unpack_rows",
+    "unpackable",
     "use_isa",
     "use_torch_products",
 ]
@@ -58,14 +61,18 @@ _INT8_VECTOR = 16
 
 @dataclass(frozen=True)
 class Int4Operand:
-    """An int4 matrix ready for `linear_int4`. path: "torch" (packed for torch's product) or "dequantize"."""
+    """An int4 matrix ready for `linear_int4`. path: "cpu" (our kernels), "torch" (packed for torch's product) or
+    "dequantize"."""
 
-    path: Literal["torch", "dequantize"]
+    path: Literal["cpu", "torch", "dequantize"]
+    tiles: Int4Tiles | None
     packed: PackedInt4 | None
     canonical: tuple[Tensor, Tensor, Tensor] | None
 
     @property
     def nbytes(self) -> int:
+        if self.tiles is not None:
+            return self.tiles.nbytes
         if self.packed is not None:
             return self.packed.nbytes
         assert self.canonical is not None
@@ -75,13 +82,16 @@ class Int4Operand:
 def pack_int4(codes_NB: Tensor, scales_NG: Tensor, zeros_NG: Tensor, dtype: torch.dtype) -> Int4Operand:
     """Prepare canonical int4 (see quantization.weights.Int4Weight) for activations of `dtype`.
 
-    bf16 is served by torch's int4 product where its groups allow; everything else is dequantized slab by slab, exact
-    in fp32 and slow.
+    Our kernels serve every dtype on a CPU where they can be compiled; else bf16 is served by torch's int4 product where
+    its groups allow, and everything else is dequantized slab by slab, exact in fp32 and slow.
     """
     n, k = codes_NB.shape[0], 2 * codes_NB.shape[1]
-    if int4_torch.packable(n, k, k // scales_NG.shape[1], dtype, codes_NB.device):
-        return Int4Operand("torch", int4_torch.pack(codes_NB, scales_NG, zeros_NG), None)
-    return Int4Operand("dequantize", None, (_own(codes_NB), _own(scales_NG), _own(zeros_NG)))
+    group = k // scales_NG.shape[1]
+    if linear.unsupported(codes_NB.device, k, group) is None:
+        return Int4Operand("cpu", linear.pack_int4(codes_NB, scales_NG, zeros_NG), None, None)
+    if int4_torch.packable(n, k, group, dtype, codes_NB.device):
+        return Int4Operand("torch", None, int4_torch.pack(codes_NB, scales_NG, zeros_NG), None)
+    return Int4Operand("dequantize", None, None, (_own(codes_NB), _own(scales_NG), _own(zeros_NG)))
 
 
 def _own(tensor: Tensor) -> Tensor:
@@ -90,6 +100,8 @@ def _own(tensor: Tensor) -> Tensor:
 
 def linear_int4(x_MK: Tensor, w: Int4Operand) -> Tensor:
     """x @ w.T. [M, N]."""
+    if w.tiles is not None:
+        return linear.linear_int4(x_MK, w.tiles)
     if w.packed is not None:
         return int4_torch.linear(x_MK, w.packed)
     assert w.canonical is not None
@@ -98,32 +110,59 @@ def linear_int4(x_MK: Tensor, w: Int4Operand) -> Tensor:
 
 @dataclass(frozen=True)
 class Int8Operand:
-    """An int8 matrix [N, K] with a scale a row, ready for `linear_int8`."""
+    """An int8 matrix [N, K] with a scale a row, ready for `linear_int8`. path: "cpu" (our kernels), "torch" (torch's
+    int8 product, which wants scales of its own: `ones_N`) or "dequantize"."""
 
-    path: Literal["torch", "dequantize"]
-    codes_NK: Tensor
-    scales_N: Tensor
+    path: Literal["cpu", "torch", "dequantize"]
+    tiles: Int8Tiles | None
+    canonical: tuple[Tensor, Tensor] | None
     ones_N: Tensor | None
 
     @property
     def nbytes(self) -> int:
+        if self.tiles is not None:
+            return self.tiles.nbytes
+        assert self.canonical is not None
         ones = 0 if self.ones_N is None else self.ones_N.nbytes
-        return self.codes_NK.nbytes + self.scales_N.nbytes + ones
+        return sum(t.nbytes for t in self.canonical) + ones
 
 
 def pack_int8(codes_NK: Tensor, scales_N: Tensor, dtype: torch.dtype) -> Int8Operand:
-    """Prepare canonical int8 for activations of `dtype`; bf16 on CPU is served by torch's int8 product where it can
-    read the rows."""
-    codes_NK, scales_N = _own(codes_NK), _own(scales_N.float())
+    """Prepare canonical int8 for activations of `dtype`. Our kernels serve every dtype on a CPU where they can be
+    compiled; else bf16 is served by torch's int8 product where it can read the rows."""
     n, k = codes_NK.shape
+    if linear.unsupported(codes_NK.device, k, k) is None:
+        return Int8Operand("cpu", linear.pack_int8(codes_NK, scales_N), None, None)
+    canonical = _own(codes_NK), _own(scales_N.float())
     if dtype == torch.bfloat16 and codes_NK.device.type == "cpu" and k % _INT8_VECTOR == 0:
-        return Int8Operand("torch", codes_NK, scales_N, torch.ones(n, dtype=dtype))
-    return Int8Operand("dequantize", codes_NK, scales_N, None)
+        return Int8Operand("torch", None, canonical, torch.ones(n, dtype=dtype))
+    return Int8Operand("dequantize", None, canonical, None)
 
 
 def linear_int8(x_MK: Tensor, w: Int8Operand) -> Tensor:
     """x @ w.T. [M, N]. The scale is applied after the product, in fp32: torch's op would round it to bf16."""
+    if w.tiles is not None:
+        return linear.linear_int8(x_MK, w.tiles)
+    assert w.canonical is not None
     if w.ones_N is not None and x_MK.shape[0] <= _FEW_ROWS_INT8:
-        out: Tensor = torch.ops.aten._weight_int8pack_mm(x_MK.contiguous(), w.codes_NK, w.ones_N)
-        return (out.float() * w.scales_N).to(x_MK.dtype)
-    return reference.linear_int8(x_MK, w.codes_NK, w.scales_N)
+        codes_NK, scales_N = w.canonical
+        out: Tensor = torch.ops.aten._weight_int8pack_mm(x_MK.contiguous(), codes_NK, w.ones_N)
+        return (out.float() * scales_N).to(x_MK.dtype)
+    return reference.linear_int8(x_MK, *w.canonical)
+
+
+def unpackable(w: Int4Operand | Int8Operand) -> bool:
+    """Whether `unpack_rows` serves: not where a matrix lies as torch's int4 product wants it."""
+    return w.tiles is not None or w.canonical is not None
+
+
+def unpack_rows(w: Int4Operand | Int8Operand, ids_T: Tensor, dtype: torch.dtype) -> Tensor:
+    """Rows `ids_T` of w, [T, K], computed in fp32: an embedding out of a head's matrix, where it is `unpackable`."""
+    if w.tiles is not None:
+        return linear.unpack_rows(w.tiles, ids_T, dtype)
+    assert w.canonical is not None
+    if isinstance(w, Int8Operand):
+        codes_NK, scales_N = w.canonical
+        return (codes_NK[ids_T].float() * scales_N[ids_T, None]).to(dtype)
+    codes_NB, scales_NG, zeros_NG = w.canonical
+    return dequantize_int4(codes_NB[ids_T], scales_NG[ids_T], zeros_NG[ids_T], dtype)

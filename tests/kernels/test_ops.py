@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from flexdecode.kernels import ops
-from flexdecode.kernels.ops import linear_int4, linear_int8, pack_int4, pack_int8
+from flexdecode.kernels.ops import linear_int4, linear_int8, pack_int4, pack_int8, unpack_rows, unpackable
 from tests.grids import by_name, pairwise
 from tests.kernels.integers import ROUNDOFF, activations, exact, int4, plain_limit
 
@@ -30,6 +30,36 @@ INT8 = pairwise(
 )
 
 
+@pytest.fixture
+def uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine on which our kernels cannot be compiled."""
+    monkeypatch.setattr(ops.linear, "unsupported", lambda *_: "no C++ compiler was found")
+
+
+@pytest.fixture(params=["compiled", "uncompiled"])
+def way(request: pytest.FixtureRequest) -> str:
+    if request.param == "uncompiled":
+        request.getfixturevalue("uncompiled")
+    return str(request.param)
+
+
+@pytest.mark.parametrize("group", [8, 32, 64, 100])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_compiled_kernels_come_first(group: int, dtype: torch.dtype) -> None:
+    """test_linear holds what they compute; here, that they are chosen and that the operand is theirs."""
+    w4, (codes, scales) = int4(24, group, group), matrix8(24, group)
+    operand4, operand8 = pack_int4(*w4.canonical, dtype), pack_int8(codes, scales, dtype)
+    assert operand4.path == operand8.path == "cpu"
+    x = activations(3, group, dtype)
+    for got, weight in (
+        (linear_int4(x, operand4), w4.weight_NK),
+        (linear_int8(x, operand8), codes.double() * scales.double()[:, None]),
+    ):
+        assert bool(((got.double() - exact(x, weight)).abs() <= plain_limit(x, weight)).all())
+    assert pack_int4(*int4(24, 24, 12).canonical, dtype).path == "dequantize"
+
+
+@pytest.mark.usefixtures("uncompiled")
 @pytest.mark.parametrize("case", GRID, ids=by_name)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_int4(case: dict[str, Any], dtype: torch.dtype) -> None:
@@ -51,6 +81,7 @@ def test_int4(case: dict[str, Any], dtype: torch.dtype) -> None:
         assert bool((error <= 2 * ROUNDOFF[dtype] * span).all())
 
 
+@pytest.mark.usefixtures("uncompiled")
 @pytest.mark.parametrize("m", [1, 16, 17, 200])
 def test_int4_without_torchs_product(m: int) -> None:
     """A group that divides by none of torch's sizes is dequantized, in bf16, too."""
@@ -66,6 +97,7 @@ def matrix8(n: int, k: int) -> tuple[Tensor, Tensor]:
     return torch.randint(-128, 128, (n, k), generator=g, dtype=torch.int8), torch.rand(n, generator=g) / 50 + 1e-3
 
 
+@pytest.mark.usefixtures("uncompiled")
 @pytest.mark.parametrize("case", INT8, ids=by_name)
 def test_int8(case: dict[str, Any]) -> None:
     """Every width: torch's int8 product reads whole vectors, and on a width that is no multiple of one it returned
@@ -82,7 +114,7 @@ def test_int8(case: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("m", [1, 4, 16, 17])
-def test_int8_scales_are_applied_in_fp32(m: int) -> None:
+def test_int8_scales_are_applied_in_fp32(m: int, way: str) -> None:
     """torch's op would round them to bf16, an error that all of a row shares and no sum averages out."""
     codes = torch.zeros(256, 64, dtype=torch.int8)
     codes[:, 0] = 1
@@ -95,6 +127,7 @@ def test_int8_scales_are_applied_in_fp32(m: int) -> None:
     assert torch.equal(linear_int8(x, pack_int8(codes, scales, torch.bfloat16)), (3 * scales).bfloat16().expand(m, -1))
 
 
+@pytest.mark.usefixtures("uncompiled")
 @pytest.mark.parametrize(
     ("k", "path"), [(16, "torch"), (64, "torch"), (576, "torch"), (15, "dequantize"), (40, "dequantize")]
 )
@@ -106,7 +139,7 @@ def test_int8_paths(k: int, path: str) -> None:
 
 
 @pytest.mark.parametrize("m", [1, 5, 16, 17, 200])
-def test_activations_need_not_lie_in_one_run(m: int) -> None:
+def test_activations_need_not_lie_in_one_run(m: int, way: str) -> None:
     operand4 = pack_int4(*int4(24, 128, 64).canonical, torch.bfloat16)
     operand8 = pack_int8(*matrix8(24, 128), torch.bfloat16)
     wide = activations(m, 256, torch.bfloat16)
@@ -115,7 +148,7 @@ def test_activations_need_not_lie_in_one_run(m: int) -> None:
         assert torch.equal(linear_int8(view, operand8), linear_int8(view.contiguous(), operand8))
 
 
-def test_no_rows() -> None:
+def test_no_rows(way: str) -> None:
     w4, (codes, scales) = int4(24, 64, 32), matrix8(24, 64)
     for dtype in (torch.float32, torch.bfloat16):
         x = torch.empty(0, 64, dtype=dtype)
@@ -134,7 +167,7 @@ def held(value: object) -> list[Tensor]:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("half", [False, True])
-def test_nbytes_is_what_is_held(dtype: torch.dtype, half: bool) -> None:
+def test_nbytes_is_what_is_held(dtype: torch.dtype, half: bool, way: str) -> None:
     w4, (codes, scales) = int4(128, 64, 32, half=half), matrix8(24, 64)
     for operand in (pack_int4(*w4.canonical, dtype), pack_int8(codes, scales, dtype)):
         assert operand.nbytes == sum(t.nbytes for t in held(operand))
@@ -142,7 +175,7 @@ def test_nbytes_is_what_is_held(dtype: torch.dtype, half: bool) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_an_operand_has_memory_of_its_own(dtype: torch.dtype) -> None:
+def test_an_operand_has_memory_of_its_own(dtype: torch.dtype, way: str) -> None:
     """Codes come as views of mapped files; an operand must not keep the file, nor a larger tensor, alive."""
     w4, (codes, scales) = int4(64, 64, 32), matrix8(64, 64)
     sources = (w4.codes_NB, codes)
@@ -152,6 +185,20 @@ def test_an_operand_has_memory_of_its_own(dtype: torch.dtype) -> None:
     ):
         for tensor in held(operand):
             assert all(tensor.untyped_storage().data_ptr() != s.untyped_storage().data_ptr() for s in sources)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_rows_come_back(dtype: torch.dtype, way: str) -> None:
+    w4, (codes, scales) = int4(40, 64, 32, fractional=True), matrix8(40, 64)
+    operand4, operand8 = pack_int4(*w4.canonical, dtype), pack_int8(codes, scales, dtype)
+    ids = torch.tensor([39, 0, 7, 7])
+    assert torch.equal(unpack_rows(operand8, ids, dtype), (codes[ids].float() * scales[ids, None]).to(dtype))
+    assert unpackable(operand8)
+    assert unpackable(operand4) == (operand4.path != "torch")
+    if unpackable(operand4):
+        got, wanted = unpack_rows(operand4, ids, dtype), w4.weight_NK[ids]
+        assert got.dtype == dtype
+        assert bool(((got - wanted).abs() <= 1.01 * ROUNDOFF[dtype] * wanted.abs() + 1e-5).all())
 
 
 def test_everything_public_is_here() -> None:

@@ -1,4 +1,4 @@
-// The only file that knows torch: tensors in, raw pointers out to the kernels, threads from torch's own pool.
+// The only file that knows torch, with linear_bindings.h: tensors in, raw pointers out to the kernels, threads from torch's own pool.
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/cpu/Utils.h>
@@ -10,6 +10,7 @@
 #include <atomic>
 
 #include "dispatch.h"
+#include "linear_bindings.h"
 
 namespace {
 
@@ -212,6 +213,10 @@ void use_isa(const std::string& name) {
 }
 
 }  // namespace
+
+namespace flex {
+const char* isa_in_use() { return kernels().name; }
+}  // namespace flex
 
 TORCH_LIBRARY(flexdecode, m) {
   m.def("attend(Tensor q, Tensor k, Tensor v, Tensor? k_scale, Tensor? v_scale, Tensor tiles, Tensor table, Tensor blocks, "

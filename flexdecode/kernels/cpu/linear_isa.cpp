@@ -1,0 +1,18 @@
+// One instruction set's products with integer weights. Compiled once for each, with FLEX_ISA naming it.
+#include "linear_int4.h"
+#include "linear_int8.h"
+
+#define FLEX_JOIN2(a, b) a##b
+#define FLEX_JOIN(a, b) FLEX_JOIN2(a, b)
+#define FLEX_TEXT2(a) #a
+#define FLEX_TEXT(a) FLEX_TEXT2(a)
+
+namespace flex {
+
+const LinearKernels* FLEX_JOIN(linear_kernels_, FLEX_ISA)() {
+  static const LinearKernels kernels = {FLEX_TEXT(FLEX_ISA), FLEX_ISA::few_rows, FLEX_ISA::prepare4,    FLEX_ISA::prepare8,
+                                        FLEX_ISA::int4,      FLEX_ISA::int8,     FLEX_ISA::dequantize4, FLEX_ISA::dequantize8};
+  return &kernels;
+}
+
+}  // namespace flex
