@@ -59,14 +59,26 @@ def isas() -> dict[str, list[str]]:
     return ISAS.get(platform.machine(), {"portable": ["-DFLEX_PORTABLE"]})
 
 
-@cache
 def load() -> None:
     """Build where needed, and load. Raises KernelsUnavailableError, the same each time."""
-    library = build(default_cache())
+    reason = _failure()
+    if reason is not None:
+        raise KernelsUnavailableError(reason)
+
+
+@cache
+def _failure() -> str | None:
+    """Why there are no kernels, None once they are loaded. Every layer and matrix asks; a compiler that fails should do
+    so once."""
+    try:
+        library = build(default_cache())
+    except KernelsUnavailableError as problem:
+        return str(problem)
     try:
         torch.ops.load_library(str(library))
     except OSError as problem:
-        raise KernelsUnavailableError(f"{library} cannot be loaded: {problem}; delete it and try again") from problem
+        return f"{library} cannot be loaded: {problem}; delete it and try again"
+    return None
 
 
 def find(folder: Path) -> Path | None:

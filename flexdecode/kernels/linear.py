@@ -7,7 +7,6 @@ Shape letters: M rows of activations, N outputs, K inputs, B = K/2 bytes, G grou
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
 
 import torch
 import torch.nn.functional as F
@@ -59,12 +58,6 @@ def unsupported(device: torch.device, k: int, group: int) -> str | None:
         return f"the CPU kernels do not run on {device.type}"
     if group % _WORD and group != k:
         return f"the CPU kernels have no int4 product for groups of {group} columns, which is no multiple of {_WORD}"
-    return _missing()
-
-
-@cache
-def _missing() -> str | None:
-    """Asked for every matrix; a compiler that fails should do so once."""
     try:
         build.load()
     except KernelsUnavailableError as problem:

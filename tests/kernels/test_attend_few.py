@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -15,14 +14,6 @@ from tests.grids import by_name, pairwise
 
 BLOCK = 64
 CAP = ops.ScoreStep("softcap", 1.5)
-
-
-@pytest.fixture(params=ops.isas())
-def isa(request: pytest.FixtureRequest) -> Iterator[str]:
-    before = ops.use_isa()
-    assert ops.use_isa(request.param) == request.param
-    yield request.param
-    ops.use_isa(before)
 
 
 @dataclass

@@ -7,7 +7,7 @@ sees.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -20,14 +20,6 @@ from flexdecode.kernels.ops import PackedTiles, ScoreStep
 from tests.grids import by_name, pairwise
 
 BLOCK = 64
-
-
-@pytest.fixture(params=ops.isas())
-def isa(request: pytest.FixtureRequest) -> Iterator[str]:
-    before = ops.use_isa()
-    assert ops.use_isa(request.param) == request.param
-    yield request.param
-    ops.use_isa(before)
 
 
 @dataclass

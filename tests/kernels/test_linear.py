@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from flexdecode.kernels import linear, ops
+from flexdecode.kernels import build, ops
 from flexdecode.kernels.build import KernelsUnavailableError
 from flexdecode.kernels.linear import linear_int4, linear_int8, pack_int4, pack_int8, unpack_rows, unsupported
 from flexdecode.kernels.reference import dequantize_int4
@@ -231,14 +232,14 @@ def test_a_failure_to_compile_is_met_once(monkeypatch: pytest.MonkeyPatch) -> No
     """A model has hundreds of matrices, and each asks."""
     calls = []
 
-    def none() -> None:
+    def none(folder: Path) -> Path:
         calls.append(1)
         raise KernelsUnavailableError("no C++ compiler was found")
 
-    linear._missing.cache_clear()
+    build._failure.cache_clear()
     with monkeypatch.context() as patch:
-        patch.setattr(linear.build, "load", none)
+        patch.setattr(build, "build", none)
         assert [unsupported(CPU, 128, 32) for _ in range(3)] == ["no C++ compiler was found"] * 3
     assert len(calls) == 1
-    linear._missing.cache_clear()
+    build._failure.cache_clear()
     assert unsupported(CPU, 128, 32) is None

@@ -90,8 +90,7 @@ inline void copy_queries(const AttendArgs& a, const Tile& tile, int64_t kv_head,
     const bf16* four[kRows];
     const int64_t count = std::min<int64_t>(rows - r, kRows);
     for (int64_t i = 0; i < count; ++i) four[i] = at(r + i);
-    const auto lay = x.paired(r) ? lay_quarters : lay_halves;
-    lay(four, count, a.head_dim, x.d, x.q16 + r * x.d);
+    lay_rows(four, count, a.head_dim, x.d, x.paired(r) ? 8 : 16, x.q16 + r * x.d);
   }
 }
 #endif

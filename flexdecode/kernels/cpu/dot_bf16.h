@@ -16,12 +16,12 @@
 namespace flex {
 namespace FLEX_ISA {
 
-// Queries of four rows, laid so that one register faces 32 bytes of a key: [dim / 16][pair][row of the pair][16], zeros
-// behind dim.
-inline void lay_halves(const bf16* const* rows, int64_t count, int64_t dim, int64_t padded, bf16* out) {
+// Queries of four rows, laid so that a register faces `width` values of a key, 16 (two registers, a half a row) or 8 (one,
+// a quarter a row): [dim / width][row][width], zeros behind dim.
+inline void lay_rows(const bf16* const* rows, int64_t count, int64_t dim, int64_t padded, int64_t width, bf16* out) {
   std::memset(out, 0, 4 * padded * sizeof(bf16));
   for (int64_t r = 0; r < count; ++r)
-    for (int64_t d = 0; d < dim; ++d) out[d / 16 * 64 + r * 16 + d % 16] = rows[r][d];
+    for (int64_t d = 0; d < dim; ++d) out[(d / width * 4 + r) * width + d % width] = rows[r][d];
 }
 
 // 32 bytes of a key in both halves; what lies behind the key's end is not looked at.
@@ -67,13 +67,6 @@ FLEX_INLINE void dots4x8(const bf16* q, const bf16* k, int64_t stride, int64_t d
     _mm_storeu_ps(to + 4, _mm512_extractf32x4_ps(out, 2));
     _mm_storeu_ps(to + kBlock + 4, _mm512_extractf32x4_ps(out, 3));
   }
-}
-
-// Queries of four rows, laid so that one register faces 16 bytes of a key: [dim / 8][row][8], zeros behind dim.
-inline void lay_quarters(const bf16* const* rows, int64_t count, int64_t dim, int64_t padded, bf16* out) {
-  std::memset(out, 0, 4 * padded * sizeof(bf16));
-  for (int64_t r = 0; r < count; ++r)
-    for (int64_t d = 0; d < dim; ++d) out[d / 8 * 32 + r * 8 + d % 8] = rows[r][d];
 }
 
 FLEX_INLINE __m512bh quarters(const bf16* k) {
