@@ -111,7 +111,7 @@ def explain_step(engine: Engine, context: int, measure: bool = False) -> Explana
 
 def _weights(model: Decoder) -> tuple[int, tuple[int, int] | None]:
     """Bytes of weights that a step of one token reads, and (experts used, experts)."""
-    row = model.embed.nbytes // model.config.vocab_size
+    row = model.embed.row_bytes
     mixtures = [m.config for m in model.modules() if isinstance(m, Moe)]
     return row + _read(model), (mixtures[0].experts_per_token, mixtures[0].experts) if mixtures else None
 

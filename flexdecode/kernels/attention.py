@@ -127,9 +127,7 @@ def attend_few(
         packed.q_idx,
         page,
         scale,
-        [_KINDS.index(step.kind) for step in steps],
-        [number for step in steps for number in (step.a, step.b)],
-        [step.table for step in steps],
+        *score_arguments(steps),
         sinks_H,
         many,
         split,
@@ -138,6 +136,12 @@ def attend_few(
         *into,
     )
     return into
+
+
+def score_arguments(steps: Sequence[ScoreStep]) -> tuple[list[int], list[float], list[Tensor | None]]:
+    """Kinds, numbers and tables, as the kernels take them."""
+    kinds = [_KINDS.index(step.kind) for step in steps]
+    return kinds, [number for step in steps for number in (step.a, step.b)], [step.table for step in steps]
 
 
 def attend_many(*tensors: Any, **options: Any) -> Result:

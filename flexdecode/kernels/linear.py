@@ -1,4 +1,5 @@
-"""Integer matrices of our own on a CPU: packed once into the order in which the kernels read them, and multiplied.
+"""Products of our own on a CPU: with integer matrices, packed once into the order in which the kernels read them, and
+with matrices of floats as they are.
 
 How they lie in memory is told in cpu/linear.h. Knows nothing of other ways to multiply them (`ops` chooses).
 Shape letters: M rows of activations, N outputs, K inputs, B = K/2 bytes, G groups, I tiles of 32 rows.
@@ -93,17 +94,25 @@ def _tiles(x_NG: Tensor) -> Tensor:
     return filled.transpose(1, 2).clone(memory_format=torch.contiguous_format)
 
 
-def linear_int4(x_MK: Tensor, w: Int4Tiles) -> Tensor:
-    """x @ w.T in x's dtype, exact but for sums in fp32; where bf16 rows are so many that torch's product is quicker
-    (from 193 on, and from 17 or 33 on without AVX-512), weights are rounded to bf16 first."""
-    y_MN: Tensor = torch.ops.flexdecode.linear_int4(x_MK, w.codes, w.scales, w.offsets, w.n, w.k)
+def linear_int4(x_MK: Tensor, w: Int4Tiles, bias_N: Tensor | None = None, out: torch.dtype | None = None) -> Tensor:
+    """x @ w.T + bias (fp32), in `out` or x's dtype; exact but for sums in fp32. Where bf16 rows are so many that
+    torch's product is quicker (from 193 on, and from 17 or 33 on without AVX-512), weights are rounded to bf16 first,
+    and the result before the bias."""
+    y_MN: Tensor = torch.ops.flexdecode.linear_int4(x_MK, w.codes, w.scales, w.offsets, bias_N, w.n, w.k, out)
     return y_MN
 
 
-def linear_int8(x_MK: Tensor, w: Int8Tiles) -> Tensor:
-    """x @ w.T in x's dtype, exact but for sums in fp32; where bf16 rows are so many that torch's product is quicker,
-    the sum is rounded to bf16 before the scale, too."""
-    y_MN: Tensor = torch.ops.flexdecode.linear_int8(x_MK, w.codes, w.scales, w.n)
+def linear_int8(x_MK: Tensor, w: Int8Tiles, bias_N: Tensor | None = None, out: torch.dtype | None = None) -> Tensor:
+    """x @ w.T + bias (fp32), in `out` or x's dtype; exact but for sums in fp32. Where bf16 rows are so many that
+    torch's product is quicker, the sum is rounded to bf16 before the scale, too."""
+    y_MN: Tensor = torch.ops.flexdecode.linear_int8(x_MK, w.codes, w.scales, bias_N, w.n, out)
+    return y_MN
+
+
+def linear_dense(x_MK: Tensor, w_NK: Tensor, bias_N: Tensor | None = None, out: torch.dtype | None = None) -> Tensor:
+    """x @ w.T + bias (fp32), in `out` or x's dtype, by fp32 sums; for few rows: w is read once for each four. A row's
+    bits do not depend on the others."""
+    y_MN: Tensor = torch.ops.flexdecode.linear_dense(x_MK, w_NK, bias_N, out)
     return y_MN
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from flexdecode.kernels import int4_torch, linear, reference
@@ -28,21 +29,30 @@ from flexdecode.kernels.attention import (
 )
 from flexdecode.kernels.int4_torch import PackedInt4
 from flexdecode.kernels.linear import Int4Tiles, Int8Tiles
-from flexdecode.kernels.reference import dequantize_fp4, dequantize_int4, linear_fp4
+from flexdecode.kernels.reference import dequantize_fp4, dequantize_int4
+from flexdecode.kernels.stack import AttentionBlock, Frame, Matrix, MlpBlock, Operand, Stack
 
 __all__ = [
+    "DENSE_ROWS",
     "FEW_QUERIES",
+    "AttentionBlock",
+    "Frame",
     "Int4Operand",
     "Int8Operand",
+    "Matrix",
+    "MlpBlock",
+    "Operand",
     "PackedTiles",
     "Result",
     "ScoreStep",
+    "Stack",
     "attend_few",
     "attend_many",
     "attend_unsupported",
     "dequantize_fp4",
     "dequantize_int4",
     "isas",
+    "linear_dense",
     "linear_fp4",
     "linear_int4",
     "linear_int8",
@@ -54,6 +64,7 @@ __all__ = [
     "use_torch_products",
 ]
 
+DENSE_ROWS = 8  # of activations, up to which our product with a matrix of floats is the quicker one
 _FEW_ROWS_INT8 = 16
 # torch's int8 product reads whole vectors, and past the end of a row that is no multiple of one: 16 floats in AVX-512.
 _INT8_VECTOR = 16
@@ -98,14 +109,20 @@ def _own(tensor: Tensor) -> Tensor:
     return tensor.clone(memory_format=torch.contiguous_format)
 
 
-def linear_int4(x_MK: Tensor, w: Int4Operand) -> Tensor:
-    """x @ w.T. [M, N]."""
+def linear_int4(x_MK: Tensor, w: Int4Operand, bias_N: Tensor | None = None, out: torch.dtype | None = None) -> Tensor:
+    """x @ w.T + bias [M, N], bias fp32, in `out` or x's dtype."""
     if w.tiles is not None:
-        return linear.linear_int4(x_MK, w.tiles)
+        return linear.linear_int4(x_MK, w.tiles, bias_N, out)
     if w.packed is not None:
-        return int4_torch.linear(x_MK, w.packed)
+        return _finished(int4_torch.linear(x_MK, w.packed), bias_N, out)
     assert w.canonical is not None
-    return reference.linear_int4(x_MK, *w.canonical)
+    return _finished(reference.linear_int4(x_MK, *w.canonical), bias_N, out)
+
+
+def _finished(y_MN: Tensor, bias_N: Tensor | None, out: torch.dtype | None) -> Tensor:
+    if bias_N is not None:
+        y_MN = y_MN.add_(bias_N)
+    return y_MN if out is None else y_MN.to(out)
 
 
 @dataclass(frozen=True)
@@ -139,16 +156,38 @@ def pack_int8(codes_NK: Tensor, scales_N: Tensor, dtype: torch.dtype) -> Int8Ope
     return Int8Operand("dequantize", None, canonical, None)
 
 
-def linear_int8(x_MK: Tensor, w: Int8Operand) -> Tensor:
-    """x @ w.T. [M, N]. The scale is applied after the product, in fp32: torch's op would round it to bf16."""
+def linear_int8(x_MK: Tensor, w: Int8Operand, bias_N: Tensor | None = None, out: torch.dtype | None = None) -> Tensor:
+    """x @ w.T + bias [M, N], bias fp32, in `out` or x's dtype. The scale is applied after the product, in fp32: torch's
+    op would round it to bf16."""
     if w.tiles is not None:
-        return linear.linear_int8(x_MK, w.tiles)
+        return linear.linear_int8(x_MK, w.tiles, bias_N, out)
     assert w.canonical is not None
     if w.ones_N is not None and x_MK.shape[0] <= _FEW_ROWS_INT8:
         codes_NK, scales_N = w.canonical
-        out: Tensor = torch.ops.aten._weight_int8pack_mm(x_MK.contiguous(), codes_NK, w.ones_N)
-        return (out.float() * scales_N).to(x_MK.dtype)
-    return reference.linear_int8(x_MK, *w.canonical)
+        sums: Tensor = torch.ops.aten._weight_int8pack_mm(x_MK.contiguous(), codes_NK, w.ones_N)
+        return _finished((sums.float() * scales_N).to(x_MK.dtype), bias_N, out)
+    return _finished(reference.linear_int8(x_MK, *w.canonical), bias_N, out)
+
+
+def linear_dense(x_MK: Tensor, w_NK: Tensor, bias_N: Tensor | None = None, out: torch.dtype | None = None) -> Tensor:
+    """x @ w.T + bias [M, N], bias fp32, in `out` or x's dtype. A few rows on a CPU go through our kernels, which reach
+    up to twice the read rate of torch's product."""
+    k = w_NK.shape[1]
+    if x_MK.shape[0] <= DENSE_ROWS and w_NK.stride(1) == 1 and linear.unsupported(w_NK.device, k, k) is None:
+        return linear.linear_dense(x_MK, w_NK, bias_N, out)
+    y_MN = F.linear(x_MK, w_NK, None if bias_N is None else bias_N.to(x_MK.dtype))
+    return y_MN if out is None else y_MN.to(out)
+
+
+def linear_fp4(
+    x_MK: Tensor,
+    codes_NB: Tensor,
+    exponents_NG: Tensor,
+    bias_N: Tensor | None = None,
+    out: torch.dtype | None = None,
+) -> Tensor:
+    """x @ w.T + bias [M, N], bias fp32, in `out` or x's dtype; w is dequantized slab by slab at each use."""
+    return _finished(reference.linear_fp4(x_MK, codes_NB, exponents_NG), bias_N, out)
 
 
 def unpackable(w: Int4Operand | Int8Operand) -> bool:

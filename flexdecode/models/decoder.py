@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from typing import cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from flexdecode.attention.attend import Backends, choose_phases, missing_kernels
@@ -20,36 +19,18 @@ from flexdecode.attention.mods import Mods
 from flexdecode.attention.plan import plan_attention
 from flexdecode.attention.request import Request
 from flexdecode.config import AttentionConfig, FlexdecodeWarning, LayerConfig, MlpConfig, ModelConfig
+from flexdecode.kernels import ops
 from flexdecode.models.attention import Attention, Step
-from flexdecode.models.linear import Linear, linear
+from flexdecode.models.embedding import Embedding, embedding_and_head
+from flexdecode.models.layer import Layer
+from flexdecode.models.linear import Linear
 from flexdecode.models.load import WeightLoader
 from flexdecode.models.mlp import Mlp
 from flexdecode.models.moe import Moe
 from flexdecode.models.norm import RMSNorm
 from flexdecode.models.rope import Rope, regime
+from flexdecode.models.stack import LayerStack
 from flexdecode.quantization.weights import Weight
-
-
-class Layer(nn.Module):
-    """x + post(attention(pre(x))), then the same with the feed-forward. Absent norms are the identity."""
-
-    def __init__(
-        self, config: LayerConfig, attention: Attention, ff: nn.Module, norms: Sequence[RMSNorm | None]
-    ) -> None:
-        super().__init__()
-        self.attention, self.feed_forward, self.multiplier = attention, ff, config.residual_multiplier
-        self.attention_pre, self.attention_post, self.ff_pre, self.ff_post = norms
-
-    def forward(self, x_TD: Tensor, step: Step) -> Tensor:
-        h = self.attention(x_TD if self.attention_pre is None else self.attention_pre(x_TD), step)
-        x_TD = self._add(x_TD, h, self.attention_post)
-        h = self.feed_forward(x_TD if self.ff_pre is None else self.ff_pre(x_TD))
-        return self._add(x_TD, h, self.ff_post)
-
-    def _add(self, x_TD: Tensor, h_TD: Tensor, norm: RMSNorm | None) -> Tensor:
-        if norm is not None:
-            h_TD = norm(h_TD)
-        return torch.add(x_TD, h_TD, alpha=self.multiplier)
 
 
 class Decoder(nn.Module):
@@ -80,7 +61,7 @@ class Decoder(nn.Module):
             )
         ropes = list(dict.fromkeys(x.attention.rope for x in config.layers if x.attention.rope is not None))
         self.ropes = tuple(Rope(rope, self.device) for rope in ropes)
-        self.embed: Weight = loader.matrix("embed")
+        embed = loader.matrix("embed")
         layers = [
             self._layer(
                 i, layer, loader, backends[i], ropes.index(layer.attention.rope) if layer.attention.rope else None
@@ -91,7 +72,8 @@ class Decoder(nn.Module):
         norm = loader.norm("norm", config.norm_eps)
         assert norm is not None
         self.norm = norm
-        self.head = self._head(loader)
+        self.embed, self.head = embedding_and_head(embed, self._head(loader, embed), self.dtype, self.device)
+        self.stack = self._stack()
 
     def _request(self, a: AttentionConfig) -> Request:
         score = self.mods.score_of(a)
@@ -123,13 +105,20 @@ class Decoder(nn.Module):
         order = ("attention_pre_norm", "attention_post_norm", "feed_forward_pre_norm", "feed_forward_post_norm")
         return Layer(config, attention, feed_forward, [loader.norm(at + name, eps) for name in order])
 
-    def _head(self, loader: WeightLoader) -> Linear:
+    def _head(self, loader: WeightLoader, embed: Weight) -> Weight | None:
+        """The head's matrix, None where it is the embedding's."""
         if loader.head_is_tied():
-            return linear([self.embed], None, self.dtype, self.device, copy=False)
+            return None
         weight = loader.matrix("head")
-        if loader.same_head(self.config.tie_word_embeddings, self.embed, weight):
-            weight = self.embed
-        return linear([weight], None, self.dtype, self.device, copy=False)
+        return None if loader.same_head(self.config.tie_word_embeddings, embed, weight) else weight
+
+    def _stack(self) -> LayerStack | None:
+        """The layers as one call for steps of few tokens, where the CPU kernels serve them."""
+        if self.device.type != "cpu" or ops.attend_unsupported("cpu", self.dtype, self.kv_dtype) is not None:
+            return None
+        masks = list(dict.fromkeys(self.masks))
+        stack = LayerStack(self.config.layers, self.layers, [masks.index(mask) for mask in self.masks])
+        return stack if stack.useful else None
 
     def cache_layers(self) -> list[CacheLayer]:
         """What a KVCache for this decoder must hold."""
@@ -171,23 +160,21 @@ class Decoder(nn.Module):
 
     def forward(self, tokens_T: Tensor, step: Step) -> Tensor:
         """Final hidden states [T, D], normalized."""
-        x_TD = self._embed(tokens_T)
-        for layer in self.layers:
-            x_TD = layer(x_TD, step)
+        x_TD = self.embed(tokens_T)
+        if self.config.embedding_multiplier != 1.0:
+            x_TD = x_TD * self.config.embedding_multiplier
+        if self.stack is not None and self.stack.serves(len(tokens_T), step):
+            x_TD = self.stack.run(x_TD, step)
+        else:
+            for layer in self.layers:
+                x_TD = layer(x_TD, step)
         out: Tensor = self.norm(x_TD)
         return out
-
-    def _embed(self, tokens_T: Tensor) -> Tensor:
-        if isinstance(self.embed, Tensor):
-            x_TD = F.embedding(tokens_T, self.embed)
-        else:
-            x_TD = self.embed.rows(tokens_T).dequantize(self.dtype)
-        return x_TD * self.config.embedding_multiplier if self.config.embedding_multiplier != 1.0 else x_TD
 
     def logits(self, hidden_RD: Tensor) -> Tensor:
         """fp32 [R, V]."""
         c = self.config
-        logits_RV: Tensor = self.head(hidden_RD).float()
+        logits_RV: Tensor = self.head(hidden_RD, torch.float32)
         if c.logit_divisor != 1.0:
             logits_RV = logits_RV / c.logit_divisor
         if c.logit_softcap is not None:
@@ -197,12 +184,12 @@ class Decoder(nn.Module):
     @property
     def weight_bytes(self) -> int:
         """Bytes held as weights; where head and embedding share memory, once."""
-        shared = self.embed is getattr(self.head, "weight_NK", None)
-        return _nbytes(self) + (0 if shared else self.embed.nbytes)
+        shared = self.embed.weight is getattr(self.head, "weight_NK", None)
+        return _nbytes(self) - (self.embed.nbytes if shared else 0)
 
 
 def _nbytes(module: nn.Module) -> int:
-    if isinstance(module, Linear):
+    if isinstance(module, Linear | Embedding):
         return module.nbytes  # counts its own parts
     if isinstance(module, RMSNorm):
         return module.weight.nbytes

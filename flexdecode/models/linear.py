@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from flexdecode.kernels import ops
@@ -16,19 +15,20 @@ from flexdecode.quantization.weights import Fp4Weight, Int4Weight, Int8Weight, W
 
 
 class Linear(nn.Module):
-    """x @ w.T + bias."""
+    """x @ w.T + bias, bias fp32."""
 
     def __init__(self, shape: tuple[int, int], bias: Tensor | None, nbytes: int, kind: str) -> None:
         super().__init__()
         self.shape, self.nbytes, self.kind = shape, nbytes + (bias.nbytes if bias is not None else 0), kind
-        self.bias = bias
+        self.bias = None if bias is None else bias.float()
 
-    def product(self, x_TK: Tensor) -> Tensor:
+    def operands(self) -> list[ops.Operand] | None:
+        """The weight as the CPU kernels read it, parts one below the other; None where they cannot."""
+        return None
+
+    def forward(self, x_TK: Tensor, out: torch.dtype | None = None) -> Tensor:
+        """In `out`, or the dtype of x."""
         raise NotImplementedError
-
-    def forward(self, x_TK: Tensor) -> Tensor:
-        y_TN = self.product(x_TK)
-        return y_TN if self.bias is None else y_TN + self.bias
 
 
 class DenseLinear(Linear):
@@ -36,8 +36,11 @@ class DenseLinear(Linear):
         super().__init__((weight_NK.shape[0], weight_NK.shape[1]), bias, weight_NK.nbytes, str(weight_NK.dtype)[6:])
         self.weight_NK = weight_NK
 
-    def forward(self, x_TK: Tensor) -> Tensor:
-        return F.linear(x_TK, self.weight_NK, self.bias)
+    def operands(self) -> list[ops.Operand] | None:
+        return [self.weight_NK] if self.weight_NK.device.type == "cpu" else None
+
+    def forward(self, x_TK: Tensor, out: torch.dtype | None = None) -> Tensor:
+        return ops.linear_dense(x_TK, self.weight_NK, self.bias, out)
 
 
 class Int4Linear(Linear):
@@ -46,8 +49,11 @@ class Int4Linear(Linear):
         super().__init__(weight.shape, bias, operand.nbytes, f"int4 g{weight.group_size} ({operand.path})")
         self.operand = operand
 
-    def product(self, x_TK: Tensor) -> Tensor:
-        return ops.linear_int4(x_TK, self.operand)
+    def operands(self) -> list[ops.Operand] | None:
+        return None if self.operand.tiles is None else [self.operand.tiles]
+
+    def forward(self, x_TK: Tensor, out: torch.dtype | None = None) -> Tensor:
+        return ops.linear_int4(x_TK, self.operand, self.bias, out)
 
 
 class Int8Linear(Linear):
@@ -56,8 +62,11 @@ class Int8Linear(Linear):
         super().__init__(weight.shape, bias, operand.nbytes, f"int8 ({operand.path})")
         self.operand = operand
 
-    def product(self, x_TK: Tensor) -> Tensor:
-        return ops.linear_int8(x_TK, self.operand)
+    def operands(self) -> list[ops.Operand] | None:
+        return None if self.operand.tiles is None else [self.operand.tiles]
+
+    def forward(self, x_TK: Tensor, out: torch.dtype | None = None) -> Tensor:
+        return ops.linear_int8(x_TK, self.operand, self.bias, out)
 
 
 class Fp4Linear(Linear):
@@ -67,8 +76,8 @@ class Fp4Linear(Linear):
         super().__init__(weight.shape, bias, weight.nbytes, "mxfp4 (dequantize)")
         self.weight = weight
 
-    def product(self, x_TK: Tensor) -> Tensor:
-        return ops.linear_fp4(x_TK, self.weight.codes_NB, self.weight.exponents_NG)
+    def forward(self, x_TK: Tensor, out: torch.dtype | None = None) -> Tensor:
+        return ops.linear_fp4(x_TK, self.weight.codes_NB, self.weight.exponents_NG, self.bias, out)
 
 
 class StackedLinear(Linear):
@@ -80,8 +89,19 @@ class StackedLinear(Linear):
         super().__init__(shape, bias, sum(part.nbytes for part in parts), kind)
         self.parts = nn.ModuleList(parts)
 
-    def product(self, x_TK: Tensor) -> Tensor:
-        return torch.cat([part(x_TK) for part in self.parts], dim=-1)
+    def operands(self) -> list[ops.Operand] | None:
+        found: list[ops.Operand] = []
+        for part in self.parts:
+            assert isinstance(part, Linear)
+            own = part.operands()
+            if own is None:
+                return None
+            found += own
+        return found
+
+    def forward(self, x_TK: Tensor, out: torch.dtype | None = None) -> Tensor:
+        y_TN = torch.cat([part(x_TK, out) for part in self.parts], dim=-1)
+        return y_TN if self.bias is None else y_TN.add_(self.bias)
 
 
 def linear(
@@ -97,7 +117,7 @@ def linear(
             runs[-1].append(part)
         else:
             runs.append([part])
-    bias = None if bias is None else owned(bias, dtype, device)
+    bias = None if bias is None else owned(bias, torch.float32, device)
     if len(runs) == 1:
         return _single(runs[0], bias, dtype, device, copy)
     return StackedLinear([_single(run, None, dtype, device, copy) for run in runs], bias)

@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from flexdecode.attention.plan import Tile
+from flexdecode.attention.plan import AttentionPlan, Tile
 from flexdecode.attention.request import Call, Request
 from flexdecode.attention.scores import Score, evaluate, steps
 from flexdecode.attention.visible import BLOCK
@@ -51,6 +51,14 @@ class Cpu:
             else:
                 _kernel(call, tiles, arrays, into, steps=known)
         return into
+
+
+def packed(plan: AttentionPlan) -> PackedTiles:
+    """The arrays of a plan, for kernels that attend as a part of what they do, without keeping scores."""
+    found = plan.memo.get("cpu packed")
+    if not isinstance(found, PackedTiles):
+        found = plan.memo["cpu packed"] = pack(plan.tiles, 1, 1)
+    return found
 
 
 def _packs(tiles: tuple[Tile, ...], heads: int, kv_heads: int, in_passes: bool) -> list[tuple[list[Tile], PackedTiles]]:

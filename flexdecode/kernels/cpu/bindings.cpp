@@ -1,10 +1,14 @@
-// The only file that knows torch, with linear_bindings.h: tensors in, raw pointers out to the kernels, threads from torch's own pool.
+// The only file that knows torch, with linear_bindings.h and stack_bindings.h: tensors in, raw pointers out to the kernels, threads from torch's own pool.
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/cpu/Utils.h>
 #include <ATen/native/CPUBlas.h>
 #include <ATen/ops/empty.h>
+#include <torch/custom_class.h>
 #include <torch/library.h>
+#ifdef _OPENMP
+#include <omp.h>
+#endif
 
 #include <algorithm>
 #include <atomic>
@@ -86,57 +90,26 @@ std::vector<flex::ScoreOp> ops_of(at::IntArrayRef kinds, at::ArrayRef<double> nu
   return found;
 }
 
-// Pieces of at most `split` blocks; with 0, an eighth of what the tile sees, from 4 to 16 blocks: enough pieces for the threads
-// to share, long enough for a merge to cost nothing. What a tile is cut into depends on its own blocks alone, so its
-// result has the same bits in any company and on any number of threads.
-int64_t piece_blocks(int64_t blocks, int64_t split) {
-  return split > 0 ? split : std::clamp<int64_t>((blocks + 7) / 8, 4, 16);
-}
-
-std::vector<Piece> divide(const AttendArgs& a, int64_t split, int64_t& states) {
-  std::vector<Piece> pieces;
-  for (int64_t t = 0; t < a.tile_count; ++t) {
-    const flex::Tile& tile = a.tiles[t];
-    const int64_t n = tile.block_count, size = piece_blocks(n, split);
-    const int64_t first = tile.kv_head < 0 ? 0 : tile.kv_head, last = tile.kv_head < 0 ? a.kv_heads : tile.kv_head + 1;
-    for (int64_t h = first; h < last; ++h) {
-      int64_t at = 0;
-      do {
-        const int64_t stop = std::min(n, at + size);
-        pieces.push_back({t, h, at, stop, stop - at == n ? -1 : states++});
-        at = stop;
-      } while (at < n);
-    }
-  }
-  return pieces;
-}
-
 void run_few(const AttendArgs& a, int64_t split) {
   const Kernels& kernel = kernels();
-  int64_t most = 0, count = 0;
+  int64_t most = 0;
   for (int64_t t = 0; t < a.tile_count; ++t) most = std::max(most, a.heads / a.kv_heads * a.tiles[t].count);
-  const std::vector<Piece> pieces = divide(a, split, count);
+  const flex::Cut cut = flex::cut(a, split);
+  const std::vector<Piece>& pieces = cut.pieces;
   const int64_t state = flex::state_floats(a, most), scratch = kernel.scratch_floats(a, most);
   const int64_t threads = std::min<int64_t>(at::get_num_threads(), pieces.size());
   // Uninitialized, and from torch's allocator: a step makes no page of memory anew.
-  Tensor floats = at::empty({count * state + threads * scratch}, at::kFloat);
+  Tensor floats = at::empty({cut.states * state + threads * scratch}, at::kFloat);
   float* states = floats.mutable_data_ptr<float>();
   at::parallel_for(0, pieces.size(), 1, [&](int64_t begin, int64_t end) {
-    float* own = states + count * state + std::min<int64_t>(at::get_thread_num(), threads - 1) * scratch;
+    float* own = states + cut.states * state + std::min<int64_t>(at::get_thread_num(), threads - 1) * scratch;
     for (int64_t i = begin; i < end; ++i)
       kernel.piece(a, pieces[i], own, pieces[i].slot < 0 ? nullptr : states + pieces[i].slot * state);
   });
   if (a.pass == flex::Pass::score) return;
-  std::vector<const float*> parts;
-  for (size_t i = 0; i < pieces.size(); ++i) {
-    const Piece& p = pieces[i];
-    if (p.slot < 0) continue;
-    parts.push_back(states + p.slot * state);
-    const bool last = i + 1 == pieces.size() || pieces[i + 1].tile != p.tile || pieces[i + 1].kv_head != p.kv_head;
-    if (!last) continue;
-    kernel.merge(a, p.tile, p.kv_head, parts.data(), parts.size());
-    parts.clear();
-  }
+  at::parallel_for(0, cut.merges.size(), 8, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) flex::merge_one(kernel, a, cut.merges[i], states, state);
+  });
 }
 
 // Tiles of many queries, the longest first, each to the thread that is free.
@@ -217,6 +190,8 @@ void use_isa(const std::string& name) {
 namespace flex {
 const char* isa_in_use() { return kernels().name; }
 }  // namespace flex
+
+#include "stack_bindings.h"
 
 TORCH_LIBRARY(flexdecode, m) {
   m.def("attend(Tensor q, Tensor k, Tensor v, Tensor? k_scale, Tensor? v_scale, Tensor tiles, Tensor table, Tensor blocks, "

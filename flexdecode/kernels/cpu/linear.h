@@ -51,15 +51,28 @@ struct Prepared {
   int padded;
 };
 
+// Where results go: y = x @ w.T + bias, rounded to `type`; with `add`, y += factor · that, rounded again.
 struct Out {
   void* y;
   int64_t stride;
   Float type;
   int64_t rows;
+  const float* bias;  // or null
+  bool add;
+  float factor;
 };
+
+// A matrix of floats as a checkpoint holds it: [n][k], rows of `stride` elements, of one type with the activations.
+struct DenseMatrix {
+  const void* w;
+  int64_t n, k, stride;
+};
+
+struct PointKernels;  // point.h
 
 struct LinearKernels {
   const char* name;
+  const PointKernels* point;
   // Up to how many rows of activations these kernels are quicker than turning the matrix to floats for torch.
   int64_t (*few_rows)(Float);
   void (*prepare4)(const Int4Matrix&, const Rows&, const Prepared&, int64_t first_group, int64_t last_group);
@@ -67,6 +80,8 @@ struct LinearKernels {
   // Computes the outputs of tiles [first, last).
   void (*int4)(const Int4Matrix&, const Prepared&, Float type, const Out&, int64_t first, int64_t last);
   void (*int8)(const Int8Matrix&, const Prepared&, Float type, const Out&, int64_t first, int64_t last);
+  // Rows as the caller holds them; tiles are 32 rows of the matrix here, too.
+  void (*dense)(const DenseMatrix&, const Rows&, const Out&, int64_t first, int64_t last);
   // Writes w (int8: its codes) of tiles [first, last) transposed: [k][column of the tiles], rows of `stride` elements.
   void (*dequantize4)(const Int4Matrix&, int64_t first, int64_t last, void* out, int64_t stride, Float type);
   void (*dequantize8)(const Int8Matrix&, int64_t first, int64_t last, void* out, int64_t stride, Float type);

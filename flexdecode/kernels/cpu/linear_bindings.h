@@ -67,15 +67,26 @@ Rows rows_of(const Tensor& x, int64_t first, int64_t count) {
   return {data, x.stride(0), float_of(x.scalar_type()), count};
 }
 
-Out out_of(const Tensor& y, int64_t first, int64_t count) {
+Out out_of(const Tensor& y, const std::optional<Tensor>& bias, int64_t first, int64_t count) {
   char* data = static_cast<char*>(y.mutable_data_ptr()) + first * y.stride(0) * y.element_size();
-  return {data, y.stride(0), float_of(y.scalar_type()), count};
+  return {data, y.stride(0), float_of(y.scalar_type()), count, bias ? bias->const_data_ptr<float>() : nullptr, false, 0.0f};
+}
+
+// Where a product's results go: of x's type, or of the one that was asked for.
+Tensor results(const Tensor& x, int64_t n, std::optional<at::ScalarType> type) {
+  return at::empty({x.size(0), n}, x.options().dtype(type.value_or(x.scalar_type())));
+}
+
+// The end of a product that torch computed in x's type.
+Tensor finished(const Tensor& y, const std::optional<Tensor>& bias, std::optional<at::ScalarType> type) {
+  if (bias) y.add_(*bias);
+  return type ? y.to(*type) : y;
 }
 
 // Rows in passes of about equal size, at most MOST_ROWS: `prepare(rows, prepared)` lays out each pass, `run(prepared, out, first,
 // last)` computes tiles. A tile meets all passes of a block while it is in a cache.
 template <class Prepare, class Run>
-void in_passes(const Tensor& x, const Tensor& y, int64_t columns, int64_t groups, int64_t tiles, int64_t tile_bytes, const Prepare& prepare,
+void in_passes(const Tensor& x, const Tensor& y, const std::optional<Tensor>& bias, int64_t columns, int64_t groups, int64_t tiles, int64_t tile_bytes, const Prepare& prepare,
                const Run& run) {
   const int64_t rows = x.size(0), width = columns + groups;
   const Tensor scratch = at::empty({(std::min(rows, BLOCK) / MOST_ROWS + 1) * MOST_ROWS * width}, at::kFloat);
@@ -90,7 +101,7 @@ void in_passes(const Tensor& x, const Tensor& y, int64_t columns, int64_t groups
       prepared.push_back({floats, floats + columns * padded, padded});
       floats += MOST_ROWS * width;
       prepare(rows_of(x, first, count), prepared.back());
-      outs.push_back(out_of(y, first, count));
+      outs.push_back(out_of(y, bias, first, count));
     }
     at::parallel_for(0, tiles, grain(tile_bytes), [&](int64_t first, int64_t last) {
       if (passes == 1) return run(prepared[0], outs[0], first, last);
@@ -121,23 +132,25 @@ Tensor activations(const Tensor& x, int64_t k) {
   return x.stride(1) == 1 ? x : x.contiguous();
 }
 
-Tensor linear_int4(const Tensor& x_, const Tensor& codes, const Tensor& scales, const std::optional<Tensor>& offsets, int64_t n, int64_t k) {
+Tensor linear_int4(const Tensor& x_, const Tensor& codes, const Tensor& scales, const std::optional<Tensor>& offsets,
+                   const std::optional<Tensor>& bias, int64_t n, int64_t k, std::optional<at::ScalarType> out_type) {
   const Tensor x = activations(x_, k);
   const Int4Matrix w = int4_of(codes, scales, offsets, n, k);
   const LinearKernels& kernel = flex::linear_kernels();
   const Float type = float_of(x.scalar_type());
   const int64_t tiles = codes.size(0), tile_bytes = codes.size(1) * TILE * 4;
-  const Tensor y = at::empty({x.size(0), n}, x.options());
   if (x.size(0) <= kernel.few_rows(type)) {
+    const Tensor y = results(x, n, out_type);
     const auto prepare = [&](const Rows& rows, const Prepared& to) {
       const int64_t elements = w.k / w.groups * rows.count;
       at::parallel_for(0, w.groups, std::max<int64_t>(1, PREPARE_ELEMENTS / elements),
                        [&](int64_t first, int64_t last) { kernel.prepare4(w, rows, to, first, last); });
     };
     const auto run = [&](const Prepared& in, const Out& out, int64_t first, int64_t last) { kernel.int4(w, in, type, out, first, last); };
-    in_passes(x, y, 8 * w.words * w.groups, w.groups, tiles, tile_bytes, prepare, run);
+    in_passes(x, y, bias, 8 * w.words * w.groups, w.groups, tiles, tile_bytes, prepare, run);
     return y;
   }
+  const Tensor y = results(x, n, std::nullopt);
   const Tensor wide = type == Float::fp16 ? x.to(at::kFloat) : x;
   const Float as = type == Float::fp16 ? Float::fp32 : type;
   const auto dequantize = [&](int64_t first, int64_t last, void* out, int64_t stride) { kernel.dequantize4(w, first, last, out, stride, as); };
@@ -145,24 +158,26 @@ Tensor linear_int4(const Tensor& x_, const Tensor& codes, const Tensor& scales, 
     if (type == Float::fp16) to.copy_(at::mm(wide, slab));
     else at::mm_out(to, wide, slab);
   });
-  return y;
+  return finished(y, bias, out_type);
 }
 
-Tensor linear_int8(const Tensor& x_, const Tensor& codes, const Tensor& scales, int64_t n) {
+Tensor linear_int8(const Tensor& x_, const Tensor& codes, const Tensor& scales, const std::optional<Tensor>& bias, int64_t n,
+                   std::optional<at::ScalarType> out_type) {
   const Tensor x = activations(x_, codes.size(1));
   const Int8Matrix w = int8_of(codes, scales, n);
   const LinearKernels& kernel = flex::linear_kernels();
   const Float type = float_of(x.scalar_type());
-  const Tensor y = at::empty({x.size(0), n}, x.options());
   if (x.size(0) <= kernel.few_rows(type)) {
+    const Tensor y = results(x, n, out_type);
     const auto prepare = [&](const Rows& rows, const Prepared& to) {
       at::parallel_for(0, (w.k + 1) / 2, PREPARE_ELEMENTS / rows.count,
                        [&](int64_t first, int64_t last) { kernel.prepare8(w, rows, to, 2 * first, std::min(2 * last, w.k)); });
     };
     const auto run = [&](const Prepared& in, const Out& out, int64_t first, int64_t last) { kernel.int8(w, in, type, out, first, last); };
-    in_passes(x, y, (w.k + 1) / 2 * 2, 0, codes.size(0), w.k * TILE, prepare, run);
+    in_passes(x, y, bias, (w.k + 1) / 2 * 2, 0, codes.size(0), w.k * TILE, prepare, run);
     return y;
   }
+  const Tensor y = results(x, n, std::nullopt);
   const Tensor wide = type == Float::fp16 ? x.to(at::kFloat) : x;
   const Float as = type == Float::fp16 ? Float::fp32 : type;
   const Tensor flat = scales.flatten();
@@ -170,6 +185,20 @@ Tensor linear_int8(const Tensor& x_, const Tensor& codes, const Tensor& scales, 
   by_slabs(wide, y, n, dequantize, [&](int64_t from, Tensor to, const Tensor& slab) {
     to.copy_(at::mm(wide, slab).to(at::kFloat).mul_(flat.narrow(0, from, to.size(1))));
   });
+  return finished(y, bias, out_type);
+}
+
+// x @ w.T for few rows, w [N, K] of x's type with rows in one piece.
+Tensor linear_dense(const Tensor& x_, const Tensor& w, const std::optional<Tensor>& bias, std::optional<at::ScalarType> out_type) {
+  const Tensor x = activations(x_, w.size(1));
+  TORCH_CHECK(w.stride(1) == 1 && w.scalar_type() == x.scalar_type(), "activations of ", x.scalar_type(), " meet a matrix of ", w.scalar_type());
+  const int64_t n = w.size(0), k = w.size(1), tiles = (n + TILE - 1) / TILE;
+  const Tensor y = results(x, n, out_type);
+  const flex::DenseMatrix matrix{w.const_data_ptr(), n, k, w.stride(0)};
+  const Rows rows = rows_of(x, 0, x.size(0));
+  const Out out = out_of(y, bias, 0, x.size(0));
+  const LinearKernels& kernel = flex::linear_kernels();
+  at::parallel_for(0, tiles, grain(TILE * k * w.element_size()), [&](int64_t first, int64_t last) { kernel.dense(matrix, rows, out, first, last); });
   return y;
 }
 
@@ -226,8 +255,9 @@ Tensor unpack_rows(const Tensor& codes, const Tensor& rows_, int64_t k) {
 }  // namespace
 
 TORCH_LIBRARY_FRAGMENT(flexdecode, m) {
-  m.def("linear_int4(Tensor x, Tensor codes, Tensor scales, Tensor? offsets, int n, int k) -> Tensor");
-  m.def("linear_int8(Tensor x, Tensor codes, Tensor scales, int n) -> Tensor");
+  m.def("linear_int4(Tensor x, Tensor codes, Tensor scales, Tensor? offsets, Tensor? bias, int n, int k, ScalarType? out) -> Tensor");
+  m.def("linear_int8(Tensor x, Tensor codes, Tensor scales, Tensor? bias, int n, ScalarType? out) -> Tensor");
+  m.def("linear_dense(Tensor x, Tensor w, Tensor? bias, ScalarType? out) -> Tensor");
   m.def("pack_int4(Tensor codes) -> Tensor");
   m.def("pack_int8(Tensor codes) -> Tensor");
   m.def("unpack_rows(Tensor codes, Tensor rows, int k) -> Tensor");
@@ -236,6 +266,7 @@ TORCH_LIBRARY_FRAGMENT(flexdecode, m) {
 TORCH_LIBRARY_IMPL(flexdecode, CPU, m) {
   m.impl("linear_int4", &linear_int4);
   m.impl("linear_int8", &linear_int8);
+  m.impl("linear_dense", &linear_dense);
   m.impl("pack_int4", &pack_int4);
   m.impl("pack_int8", &pack_int8);
   m.impl("unpack_rows", &unpack_rows);

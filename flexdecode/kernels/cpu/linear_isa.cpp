@@ -1,6 +1,8 @@
-// One instruction set's products with integer weights. Compiled once for each, with FLEX_ISA naming it.
+// One instruction set's products with weights, and the small operators between them. Compiled once for each, with FLEX_ISA naming it.
+#include "linear_dense.h"
 #include "linear_int4.h"
 #include "linear_int8.h"
+#include "point_rows.h"
 
 #define FLEX_JOIN2(a, b) a##b
 #define FLEX_JOIN(a, b) FLEX_JOIN2(a, b)
@@ -10,8 +12,9 @@
 namespace flex {
 
 const LinearKernels* FLEX_JOIN(linear_kernels_, FLEX_ISA)() {
-  static const LinearKernels kernels = {FLEX_TEXT(FLEX_ISA), FLEX_ISA::few_rows, FLEX_ISA::prepare4,    FLEX_ISA::prepare8,
-                                        FLEX_ISA::int4,      FLEX_ISA::int8,     FLEX_ISA::dequantize4, FLEX_ISA::dequantize8};
+  static const PointKernels point = {FLEX_ISA::norm, FLEX_ISA::add, FLEX_ISA::gate, FLEX_ISA::turn, FLEX_ISA::keep};
+  static const LinearKernels kernels = {FLEX_TEXT(FLEX_ISA), &point,          FLEX_ISA::few_rows, FLEX_ISA::prepare4,    FLEX_ISA::prepare8,
+                                        FLEX_ISA::int4,      FLEX_ISA::int8, FLEX_ISA::dense,    FLEX_ISA::dequantize4, FLEX_ISA::dequantize8};
   return &kernels;
 }
 

@@ -48,20 +48,30 @@ FLEX_INLINE void put(fp16* p, vf v) {
 
 // A tile's results, one row of activations: TILE floats to `count` numbers.
 template <class T>
-void put_row(const float* y, T* out, int64_t count) {
+void put_row(float* y, T* out, const float* bias, int64_t count, const Out& how) {
+  if (bias)
+    for (int64_t i = 0; i < count; ++i) y[i] += bias[i];
+  if (how.add) {  // what is added has been rounded, as if it had been a result of its own
+    for (int64_t i = 0; i < count; ++i) {
+      T rounded;
+      narrow(y[i], &rounded);
+      y[i] = widen(out[i]) + how.factor * widen(rounded);
+    }
+  }
   int64_t i = 0;
   for (; i + W <= count; i += W) put(out + i, load(y + i));
   for (; i < count; ++i) narrow(y[i], out + i);
 }
 
-inline void put_tile(const float (*y)[TILE], const Out& out, int64_t tile, int64_t n) {
+inline void put_tile(float (*y)[TILE], const Out& out, int64_t tile, int64_t n) {
   const int64_t at = tile * TILE, count = std::min<int64_t>(TILE, n - at);
+  const float* bias = out.bias ? out.bias + at : nullptr;
   for (int64_t m = 0; m < out.rows; ++m) {
     const int64_t offset = m * out.stride + at;
     switch (out.type) {
-      case Float::fp32: put_row(y[m], static_cast<float*>(out.y) + offset, count); break;
-      case Float::bf16: put_row(y[m], static_cast<bf16*>(out.y) + offset, count); break;
-      case Float::fp16: put_row(y[m], static_cast<fp16*>(out.y) + offset, count); break;
+      case Float::fp32: put_row(y[m], static_cast<float*>(out.y) + offset, bias, count, out); break;
+      case Float::bf16: put_row(y[m], static_cast<bf16*>(out.y) + offset, bias, count, out); break;
+      case Float::fp16: put_row(y[m], static_cast<fp16*>(out.y) + offset, bias, count, out); break;
     }
   }
 }

@@ -2,6 +2,9 @@
 // merged; and the kernels that compute them.
 #pragma once
 
+#include <algorithm>
+#include <vector>
+
 #include "attend.h"
 #include "attend_many_gemm.h"
 
@@ -32,5 +35,45 @@ struct Kernels {
   void (*many)(const AttendArgs&, const Gemm&, int64_t tile, int64_t kv_head, float* scratch);
   int64_t (*many_scratch_floats)(const AttendArgs&);
 };
+
+// The states of one tile and kv head: where they begin, and how many.
+struct Merge {
+  int64_t tile, kv_head, first, count;
+};
+
+struct Cut {
+  std::vector<Piece> pieces;
+  std::vector<Merge> merges;
+  int64_t states;
+};
+
+// Pieces of at most `split` blocks; with 0, an eighth of what the tile sees, from 4 to 16 blocks: enough pieces for the threads
+// to share, long enough for a merge to cost nothing. What a tile is cut into depends on its own blocks alone, so its
+// result has the same bits in any company and on any number of threads.
+inline Cut cut(const AttendArgs& a, int64_t split) {
+  Cut found{};
+  for (int64_t t = 0; t < a.tile_count; ++t) {
+    const Tile& tile = a.tiles[t];
+    const int64_t n = tile.block_count, size = split > 0 ? split : std::clamp<int64_t>((n + 7) / 8, 4, 16);
+    const int64_t first = tile.kv_head < 0 ? 0 : tile.kv_head, last = tile.kv_head < 0 ? a.kv_heads : tile.kv_head + 1;
+    for (int64_t h = first; h < last; ++h) {
+      if (n <= size) {
+        found.pieces.push_back({t, h, 0, n, -1});
+        continue;
+      }
+      const int64_t from = found.states;
+      for (int64_t at = 0; at < n; at += size) found.pieces.push_back({t, h, at, std::min(n, at + size), found.states++});
+      found.merges.push_back({t, h, from, found.states - from});
+    }
+  }
+  return found;
+}
+
+// Merges what `pieces` left of one tile and kv head in `states`, each of `state` floats.
+inline void merge_one(const Kernels& kernels, const AttendArgs& a, const Merge& merge, const float* states, int64_t state) {
+  std::vector<const float*> parts;
+  for (int64_t i = 0; i < merge.count; ++i) parts.push_back(states + (merge.first + i) * state);
+  kernels.merge(a, merge.tile, merge.kv_head, parts.data(), merge.count);
+}
 
 }  // namespace flex
