@@ -29,6 +29,7 @@ from flexdecode.kernels.attention import (
 )
 from flexdecode.kernels.int4_torch import PackedInt4
 from flexdecode.kernels.linear import Int4Tiles, Int8Tiles
+from flexdecode.kernels.point import finish_heads, gated, rms_norm
 from flexdecode.kernels.reference import dequantize_fp4, dequantize_int4
 from flexdecode.kernels.stack import AttentionBlock, Frame, Matrix, MlpBlock, Operand, Stack
 
@@ -51,6 +52,8 @@ __all__ = [
     "attend_unsupported",
     "dequantize_fp4",
     "dequantize_int4",
+    "finish_heads",
+    "gated",
     "isas",
     "linear_dense",
     "linear_fp4",
@@ -58,6 +61,7 @@ __all__ = [
     "linear_int8",
     "pack_int4",
     "pack_int8",
+    "rms_norm",
     "unpack_rows",
     "unpackable",
     "use_isa",

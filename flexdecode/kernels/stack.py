@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,10 +16,9 @@ from torch import Tensor
 from flexdecode.kernels import build
 from flexdecode.kernels.attention import PackedTiles, ScoreStep, score_arguments
 from flexdecode.kernels.linear import Int4Tiles, Int8Tiles
+from flexdecode.kernels.point import ACTIVATIONS, Activation
 
 Operand = Int4Tiles | Int8Tiles | Tensor
-Activation = Literal["silu", "gelu_tanh", "gelu", "relu", "clamped_swiglu"]
-_ACTIVATIONS: tuple[Activation, ...] = ("silu", "gelu_tanh", "gelu", "relu", "clamped_swiglu")
 PHASES = ("norms", "qkv", "rope and cache", "attention", "merging", "out", "gate and up", "down")
 
 
@@ -87,7 +86,7 @@ class Stack:
         f = block.frame
         frame = (_fp32(f.pre), _fp32(f.post), f.eps, f.multiplier)
         if isinstance(block, MlpBlock):
-            kind = _ACTIVATIONS.index(block.activation)
+            kind = ACTIVATIONS.index(block.activation)
             self._object.mlp(*frame, _matrix(block.gate_up), _matrix(block.down), kind, block.alpha, block.limit)
         else:
             b = block

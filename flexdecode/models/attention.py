@@ -11,6 +11,7 @@ from flexdecode.attention.cache import KVCache, Slots
 from flexdecode.attention.plan import AttentionPlan
 from flexdecode.attention.scores import ScoreMod
 from flexdecode.config import AttentionConfig
+from flexdecode.kernels import ops
 from flexdecode.models.linear import Linear
 from flexdecode.models.norm import RMSNorm
 from flexdecode.models.rope import rotate
@@ -52,6 +53,40 @@ class Attention(nn.Module):
         c = self.config
         tokens = x_TD.shape[0]
         qkv = self.qkv(x_TD).view(tokens, c.heads + 2 * c.kv_heads, c.head_dim)
+        q = self._heads(qkv, step)
+        plan = step.plans[step.cache.group_of[self.index]]
+        o_THD = attend(
+            q,
+            step.cache,
+            self.index,
+            plan,
+            score=self.score,
+            sinks=self.sinks_H,
+            scale=c.scale,
+            backend=self.backends.few if plan.few else self.backends.many,
+        )
+        assert isinstance(o_THD, Tensor)
+        result: Tensor = self.out(o_THD.reshape(tokens, -1))
+        return result
+
+    def _heads(self, qkv: Tensor, step: Step) -> Tensor:
+        """Queries ready for attention; keys and values are in the cache."""
+        c, tokens = self.config, len(qkv)
+        kv, slots_T = step.cache.kv(self.index), step.slots.by_group[step.cache.group_of[self.index]]
+        done = ops.finish_heads(
+            qkv,
+            c.heads,
+            c.kv_heads,
+            None
+            if self.q_norm is None or self.k_norm is None
+            else (self.q_norm.weight, self.k_norm.weight, self.q_norm.eps),
+            c.qk_norm == "all",
+            None if self.rope is None else step.tables[self.rope],
+            (kv.k_CSD, kv.v_CSD, kv.k_scale_CS, kv.v_scale_CS),
+            slots_T,
+        )
+        if done:
+            return qkv[:, : c.heads]
         v_TCD = qkv[:, c.heads + c.kv_heads :]
         if self.q_norm is not None and self.k_norm is not None:
             q, k = qkv[:, : c.heads], qkv[:, c.heads : c.heads + c.kv_heads]
@@ -69,17 +104,4 @@ class Attention(nn.Module):
                 qk = rotate(qk, *step.tables[self.rope])
             q, k = qk[:, : c.heads], qk[:, c.heads :]
         step.cache.write(self.index, step.slots, k, v_TCD)
-        plan = step.plans[step.cache.group_of[self.index]]
-        o_THD = attend(
-            q,
-            step.cache,
-            self.index,
-            plan,
-            score=self.score,
-            sinks=self.sinks_H,
-            scale=c.scale,
-            backend=self.backends.few if plan.few else self.backends.many,
-        )
-        assert isinstance(o_THD, Tensor)
-        result: Tensor = self.out(o_THD.reshape(tokens, -1))
-        return result
+        return q

@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Sequence
 from typing import cast
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -137,8 +138,8 @@ class Decoder(nn.Module):
         `final[i]` is the length that decides the rope regime: of the whole prompt while it comes in chunks.
         """
         lengths = [cache.length(s) for s in sequences]
-        spans = [torch.arange(length - n, length) for length, n in zip(lengths, counts, strict=True)]
-        positions_T = torch.cat(spans).to(self.device)
+        spans = [np.arange(length - n, length) for length, n in zip(lengths, counts, strict=True)]
+        positions_T = torch.from_numpy(np.concatenate(spans))
         # A request's tokens do not depend on its neighbours, so a mod's b says nothing of them.
         batch = [0] * len(sequences)
         plans = tuple(

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from flexdecode.config import MoeConfig
+from flexdecode.kernels.ops import gated
 from flexdecode.models.linear import Linear
-from flexdecode.models.mlp import gated
 
 
 class Moe(nn.Module):

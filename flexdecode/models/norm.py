@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import torch.nn.functional as F
 from torch import Tensor, nn
+
+from flexdecode.kernels import ops
 
 
 class RMSNorm(nn.Module):
@@ -14,4 +15,4 @@ class RMSNorm(nn.Module):
         self.weight, self.eps = weight.float(), eps
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x.float(), self.weight.shape[-1:], self.weight, self.eps).to(x.dtype)
+        return ops.rms_norm(x, self.weight, self.eps)

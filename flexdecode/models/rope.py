@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from flexdecode.config import RopeConfig
@@ -101,28 +103,29 @@ class Rope:
     def __init__(self, config: RopeConfig, device: torch.device) -> None:
         self.config, self.device = config, device
         self.scaling = attention_scaling(config)
-        self._inv: dict[int, Tensor] = {}
+        self._inv: dict[int, NDArray[np.float64]] = {}
 
-    def _frequencies(self, length: int) -> Tensor:
+    def _frequencies(self, length: int) -> NDArray[np.float64]:
         key = regime(self.config, length)
         if key not in self._inv:
             if len(self._inv) > 8:  # dynamic: every length is a regime of its own
                 self._inv.clear()
-            self._inv[key] = inverse_frequencies(self.config, length).double().to(self.device)
+            self._inv[key] = inverse_frequencies(self.config, length).double().numpy()
         return self._inv[key]
 
     def tables(self, positions_T: Tensor, lengths: list[int], counts: list[int]) -> tuple[Tensor, Tensor]:
         """fp32 cos and sin [T, 1, rotary_dim / 2] for packed positions; sequence i has `counts[i]` of them and is
         `lengths[i]` tokens long in all."""
-        angles = positions_T.double()[:, None]
+        # By numpy, which has a step's few angles done while torch would still be finding its functions.
+        angles = positions_T.cpu().numpy().astype(np.float64)[:, None]
         regimes = {regime(self.config, length) for length in lengths}
         if len(regimes) == 1:
             angles = angles * self._frequencies(lengths[0])
         else:
-            each = [self._frequencies(n).expand(c, -1) for n, c in zip(lengths, counts, strict=True)]
-            angles = angles * torch.cat(each)
-        cos, sin = angles.cos() * self.scaling, angles.sin() * self.scaling
-        return cos.float()[:, None], sin.float()[:, None]
+            each = [self._frequencies(n) for n in lengths]
+            angles = angles * np.repeat(np.stack(each), counts, axis=0)
+        cos, sin = (torch.from_numpy((x * self.scaling).astype(np.float32)) for x in (np.cos(angles), np.sin(angles)))
+        return cos[:, None].to(self.device), sin[:, None].to(self.device)
 
 
 def rotate(x_THD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -12,8 +12,9 @@ from torch import Tensor
 from transformers.activations import ACT2FN
 
 from flexdecode.config import Activation
+from flexdecode.kernels.ops import gated
 from flexdecode.models.linear import linear
-from flexdecode.models.mlp import Mlp, gated
+from flexdecode.models.mlp import Mlp
 from flexdecode.quantization.weights import Int4Weight
 
 CPU = torch.device("cpu")

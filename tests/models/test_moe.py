@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from flexdecode.config import MoeConfig
+from flexdecode.kernels.ops import gated
 from flexdecode.models.linear import Linear, linear
-from flexdecode.models.mlp import gated
 from flexdecode.models.moe import Moe
 
 CPU = torch.device("cpu")
@@ -27,7 +27,7 @@ class Counted(Linear):
 
     def forward(self, x_TK: Tensor, out: torch.dtype | None = None) -> Tensor:
         self.calls.append(len(x_TK))
-        return x_TK @ self.weight_NK.T
+        return x_TK @ self.weight_NK.T + (0 if self.bias is None else self.bias)
 
 
 def build(config: MoeConfig, dtype: torch.dtype = torch.float32, seed: int = 0) -> Moe:

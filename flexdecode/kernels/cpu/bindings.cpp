@@ -1,4 +1,4 @@
-// The only file that knows torch, with linear_bindings.h and stack_bindings.h: tensors in, raw pointers out to the kernels, threads from torch's own pool.
+// The only file that knows torch, with the other *_bindings.h: tensors in, raw pointers out to the kernels, threads from torch's own pool.
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/cpu/Utils.h>
@@ -191,6 +191,7 @@ namespace flex {
 const char* isa_in_use() { return kernels().name; }
 }  // namespace flex
 
+#include "point_bindings.h"
 #include "stack_bindings.h"
 
 TORCH_LIBRARY(flexdecode, m) {

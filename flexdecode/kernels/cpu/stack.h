@@ -5,8 +5,8 @@
 
 #include <vector>
 
+#include "heads.h"
 #include "pieces.h"
-#include "point.h"
 
 namespace flex {
 
@@ -59,23 +59,10 @@ struct Block {
   MlpBlock mlp;
 };
 
-// Where a layer's keys and values lie, as an attention call takes them.
-struct Held {
-  void *k, *v;
-  int64_t k_head, k_slot, v_head, v_slot, slots, page, v_head_dim;
-  float *k_scale, *v_scale;
-  Type type;
-};
-
 // What blocks with the same mask share in a step: where the new tokens go and what they see.
 struct Group {
   const int64_t* slots;  // [tokens]
   std::vector<Tile> tiles;
-};
-
-struct Rope {
-  const float *cos, *sin;  // [tokens, half]
-  int64_t half;
 };
 
 // Kinds of work whose time is told apart.

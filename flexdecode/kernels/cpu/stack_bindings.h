@@ -97,9 +97,7 @@ struct StackObject : torch::CustomClassHolder {
 
   // Where keys and values of attention block `i` lie.
   void hold(int64_t i, const Tensor& k, const Tensor& v, const std::optional<Tensor>& k_scale, const std::optional<Tensor>& v_scale, int64_t page) {
-    Held& h = held[i];
-    h = {k.mutable_data_ptr(), v.mutable_data_ptr(), k.stride(0), k.stride(1), v.stride(0), v.stride(1), k.size(1), page, v.size(2),
-         k_scale ? k_scale->mutable_data_ptr<float>() : nullptr, v_scale ? v_scale->mutable_data_ptr<float>() : nullptr, type_of(k)};
+    held[i] = held_of(k, v, k_scale, v_scale, page);
     for (const auto& t : {std::optional<Tensor>(k), std::optional<Tensor>(v), k_scale, v_scale})
       if (t) kept_kv.push_back(*t);
   }

@@ -250,40 +250,17 @@ inline void StackRun::add(Member& m, const Block& block, const Matrix& w, const 
 
 // Norms and turns the heads of q and k, and stores k and v.
 inline void StackRun::heads(Member& m, const AttentionBlock& a, const Held& held) {
-  const int64_t head = a.head_dim * element(), row = a.qkv.n * element();
-  char* qkv = m.scratch + qkv_;
+  const Rope* rope = a.rope < 0 ? nullptr : &call_.ropes[a.rope];
+  const Heads h{m.scratch + qkv_, call_.type, call_.tokens, a.heads, a.kv_heads, a.head_dim, a.q_norm, a.k_norm, a.norm_all,
+                rope, &held, call_.groups[a.group].slots};
   int64_t first, last;
-  if (a.q_norm.weight && a.norm_all) {
+  if (h.norms_whole()) {
     m.team.share(m.rank, 2 * call_.tokens, first, last);
-    for (int64_t i = first; i < last; ++i) {
-      char* x = qkv + i / 2 * row + i % 2 * a.heads * head;
-      point_.norm(x, x, i % 2 ? a.k_norm : a.q_norm, (i % 2 ? a.kv_heads : a.heads) * a.head_dim, call_.type);
-    }
+    norm_whole(point_, h, first, last);
     m.team.wait();
   }
-  const int64_t each = a.heads + 2 * a.kv_heads;
-  const int64_t* slots = call_.groups[a.group].slots;
-  const auto store = [&](const char* x, void* to, float* scales, int64_t by_head, int64_t by_slot, int64_t h, int64_t slot) {
-    const int64_t size = held.type == Type::fp32 ? 4 : held.type == Type::int8 ? 1 : 2;
-    char* at = static_cast<char*>(to) + (h * by_head + slot * by_slot) * size;
-    point_.keep(x, call_.type, at, held.type, scales ? scales + h * held.slots + slot : nullptr, a.head_dim);
-  };
-  m.team.share(m.rank, call_.tokens * each, first, last);
-  for (int64_t i = first; i < last; ++i) {
-    const int64_t token = i / each, h = i % each, kv = h - a.heads;
-    char* x = qkv + token * row + h * head;
-    if (kv < a.kv_heads) {
-      const Norm& norm = kv < 0 ? a.q_norm : a.k_norm;
-      if (norm.weight && !a.norm_all) point_.norm(x, x, norm, a.head_dim, call_.type);
-      if (a.rope >= 0) {
-        const Rope& rope = call_.ropes[a.rope];
-        point_.turn(x, {rope.cos + token * rope.half, rope.sin + token * rope.half, rope.half}, call_.type);
-      }
-    }
-    if (kv < 0) continue;
-    if (kv < a.kv_heads) store(x, held.k, held.k_scale, held.k_head, held.k_slot, kv, slots[token]);
-    else store(x, held.v, held.v_scale, held.v_head, held.v_slot, kv - a.kv_heads, slots[token]);
-  }
+  m.team.share(m.rank, call_.tokens * h.each(), first, last);
+  finish_heads(point_, h, first, last);
   wait(m, Phase::rope);
 }
 
