@@ -1,4 +1,4 @@
-"""What `bench kernels` measures: shapes, masks and score modifications, and what each runs beside. Times nothing."""
+"""What `bench kernels` measures of attention: shapes, masks, scores, and what each runs beside. Times nothing."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from flexdecode.attention.masks import Mask, causal, mask, window
 from flexdecode.attention.scores import Score, score, softcap
 
 SECTIONS = ("decode", "int8", "masks", "plan", "prefill", "verify")
+PRODUCTS = ("int4", "int8-weights", "dense")  # sections of another file, products.py
 _MIDDLE = 32768
 _LONGEST_PREFILL = 16384
 _WINDOW, _WIDE_WINDOW = 1024, 4096
@@ -80,14 +81,14 @@ def distance_in_python(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_id
 
 
 def cases(only: Sequence[str], lengths: Sequence[int], head_dims: Sequence[int], groups: Sequence[int]) -> list[Case]:
-    """The cases of these sections, in the order of SECTIONS.
+    """The cases of these sections, in the order of SECTIONS; those of PRODUCTS are left to products.py.
 
     Fixed lengths follow `lengths`: what the full run does at 128k is done at the longest, what it does at 32k at the
     longest up to 32k, prefill at those up to 16k, or at 16k. Raises ValueError for a section that is not known.
     """
     for name in only:
-        if name not in SECTIONS:
-            raise ValueError(f"section {name!r} is not known (known: {', '.join(SECTIONS)})")
+        if name not in (*SECTIONS, *PRODUCTS):
+            raise ValueError(f"section {name!r} is not known (known: {', '.join((*SECTIONS, *PRODUCTS))})")
     shortest, longest = min(lengths), max(lengths)
     middle = max((n for n in lengths if n <= _MIDDLE), default=shortest)
     dim = 128 if 128 in head_dims else max(head_dims)

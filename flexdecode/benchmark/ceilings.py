@@ -23,14 +23,19 @@ def copies(nbytes: int) -> int:
 class Reader:
     """Reads `nbytes` from end to end, other ones at each call; the ceiling of whatever must read as many."""
 
-    def __init__(self, nbytes: int) -> None:
+    def __init__(self, nbytes: int, device: torch.device | str = "cpu") -> None:
         words = max(1, nbytes // 8)
-        self._slabs = torch.ones(copies(nbytes), words, dtype=torch.int64)
+        self._slabs = torch.ones(copies(nbytes), words, dtype=torch.int64, device=device)
         self._next = itertools.cycle(self._slabs.unbind())
 
     @property
     def nbytes(self) -> int:
         return self._slabs.shape[1] * 8
+
+    @property
+    def held_bytes(self) -> int:
+        """What all that it reads in turn takes."""
+        return self._slabs.nbytes
 
     def __call__(self) -> None:
         next(self._next).sum()
@@ -39,11 +44,11 @@ class Reader:
 class Gemm:
     """One bf16 product by torch; the ceiling of whatever must multiply."""
 
-    def __init__(self, shape: tuple[int, int, int] = GEMM) -> None:
+    def __init__(self, shape: tuple[int, int, int] = GEMM, device: torch.device | str = "cpu") -> None:
         rows, inner, columns = shape
         self.flops = 2 * rows * inner * columns
         # The weight lies [outputs, inputs], as a model's: torch is quicker with it than with its transpose.
-        self._x, self._w = torch.randn(rows, inner).bfloat16(), torch.randn(columns, inner).bfloat16()
+        self._x, self._w = (torch.randn(n, inner, device=device).bfloat16() for n in (rows, columns))
 
     def __call__(self) -> None:
         torch.mm(self._x, self._w.T)

@@ -23,6 +23,7 @@ from flexdecode.attention.request import Backend
 from flexdecode.attention.visible import keys_held
 from flexdecode.benchmark.cases import Case
 from flexdecode.benchmark.ceilings import copies
+from flexdecode.benchmark.work import visible_pairs
 
 _SLAB = 4096  # tokens written at a time
 _PAGE = 64
@@ -79,19 +80,8 @@ class Inputs:
 
     def flops(self) -> int:
         """What one call must multiply: 4 · head_dim for each visible pair of query and key and each head."""
-        return 4 * self.case.head_dim * self.case.heads * visible_pairs(self.plan)
-
-
-def visible_pairs(plan: AttentionPlan) -> int:
-    """Pairs of a query and a key that it sees, counted once where all heads see the same."""
-    pairs = 0
-    for tile in plan.tiles:
-        assert tile.kv_head is None, "heads that see different keys have no one count"
-        seen = tile.seen
-        whole = seen.blocks_N[seen.bits_at_N < 0].astype(np.int64) * _PAGE
-        pairs += tile.count * int((np.minimum(whole + _PAGE, tile.length) - whole).sum())
-        pairs += int(np.unpackbits(np.ascontiguousarray(seen.bits_MR).view(np.uint8)).sum())
-    return pairs
+        case = self.case
+        return 4 * case.head_dim * visible_pairs(self.plan.tiles, case.heads, case.kv_heads)
 
 
 def build(case: Case) -> Inputs:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,44 +23,20 @@ from flexdecode.benchmark.inputs import Inputs, build, needed_bytes
 from flexdecode.benchmark.planning import Planner
 from flexdecode.benchmark.provenance import provenance
 from flexdecode.benchmark.rounds import Times, Work
+from flexdecode.benchmark.rows import Row, each
 from flexdecode.kernels import ops
-from flexdecode.memory import available_bytes
 
 _OURS = "attention"
 _LAYERS = 16  # of the step in which a plan's share is told
 _MOST_SECONDS = 10.0  # for all calls of one work
 
-Row = dict[str, Any]
-
 
 def bench(cases: Sequence[Case], repetitions: int, threads: Sequence[int]) -> Iterator[Row]:
-    """A row for each case and number of threads, as it is measured; torch's threads are restored afterwards.
-
-    A row that holds `failure` (a kernel beyond its tolerance, or an error) has no times, nor has one that holds
-    `skipped`, a case for which there is too little memory. Raises ValueError where there are no kernels.
-    """
-    reason = ops.attend_unsupported("cpu", torch.bfloat16, torch.bfloat16)
+    """A row for each number of threads and case (see rows.each). Raises ValueError where there are no kernels."""
+    reason = ops.attend_unsupported("cpu", torch.bfloat16, torch.bfloat16) if cases else None
     if reason is not None:
         raise ValueError(f"there are no kernels to measure: {reason}")
-    before = torch.get_num_threads()
-    try:
-        for count in threads:
-            for case in cases:
-                torch.set_num_threads(count)
-                yield {"benchmark": "kernels", **case.columns(), **_row(case, repetitions)}
-    finally:
-        torch.set_num_threads(before)
-
-
-def _row(case: Case, repetitions: int) -> Row:
-    needed, available = needed_bytes(case), available_bytes(torch.device("cpu"))
-    if needed > available:
-        told = f"needs about {needed / 2**30:.1f} GiB of memory, {available / 2**30:.1f} GiB are available"
-        return {"skipped": told, **provenance(0, 0)}
-    try:
-        return _measured(case, repetitions)
-    except (ValueError, RuntimeError) as problem:  # one failure does not keep the other rows from being measured
-        return {"failure": f"{type(problem).__name__}: {problem}", **provenance(0, 0)}
+    return each(cases, threads, lambda case: _measured(case, repetitions), needed_bytes)
 
 
 @torch.inference_mode()
@@ -91,7 +66,7 @@ def _plan(inputs: Inputs, repetitions: int) -> tuple[Times, Row]:
     times = rounds.run(works, repetitions, _MOST_SECONDS)
     share = times.ratio("plan", _OURS)
     return times, {
-        **_spread(times, "plan"),
+        **times.spread("plan"),
         "fresh_plan_ms": times.ms("fresh_plan"),
         "attention_ms": times.ms(_OURS),
         "share_of_layer": share,
@@ -115,7 +90,7 @@ def _attention(inputs: Inputs, repetitions: int) -> tuple[Times, Row]:
             works[f"{name}_plan"] = Planner(twin.case, repetitions).one_more()
         works[name] = Work(twin.attention(Cpu()))
     times = rounds.run(works, repetitions, _MOST_SECONDS)
-    figures = _spread(times, _OURS) | _fraction(inputs, ceiling, times)
+    figures = times.spread(_OURS) | _fraction(inputs, ceiling, times)
     for name in (*case.beside, *twins):
         figures |= {
             f"{name}_ms": times.ms(name),
@@ -138,11 +113,6 @@ def _other(inputs: Inputs, name: str) -> Callable[[], Tensor]:
         if checked.failure is not None:
             raise ValueError(f"{name}: {checked.failure}")
     return call
-
-
-def _spread(times: Times, name: str) -> Row:
-    seconds = times.of(name)
-    return {"ms": times.ms(name), "ms_min": min(seconds) * 1e3, "ms_max": max(seconds) * 1e3}
 
 
 def _fraction(inputs: Inputs, ceiling: Gemm | Reader, times: Times) -> Row:

@@ -31,6 +31,7 @@ def provenance(repetitions: int, warm_up: int) -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "isa": isa(),
         "cpu": cpu_model(),
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "flexdecode": __version__,
         "torch": torch.__version__,
         "python": platform.python_version(),

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from statistics import median
+from statistics import median, quantiles
 
 import torch
 
@@ -19,10 +19,12 @@ _LEAST = 3  # rounds that even a slow work takes part in
 
 @dataclass(frozen=True)
 class Work:
-    """`call` is timed; `before` makes things ready for it, and is not."""
+    """`call` is timed; `before` makes things ready for it, and is not. `most` is how many rounds it takes part in at
+    most, spread evenly over all."""
 
     call: Callable[[], object]
     before: Callable[[], object] | None = None
+    most: int | None = None
 
     def seconds(self) -> float:
         """Wall time of one call, the device's work included."""
@@ -48,6 +50,13 @@ class Times:
         """The median in milliseconds."""
         return median(self.of(name)) * 1e3
 
+    def spread(self, name: str) -> dict[str, float]:
+        """Median, quartiles and extremes in milliseconds."""
+        seconds = self.of(name)
+        low, high = quartiles(seconds)
+        found = {"ms": self.ms(name), "ms_q1": low * 1e3, "ms_q3": high * 1e3}
+        return found | {"ms_min": min(seconds) * 1e3, "ms_max": max(seconds) * 1e3}
+
     def ratio(self, numerator: str, denominator: str) -> float:
         return self.ratio_of_sums([numerator], [denominator])
 
@@ -61,15 +70,25 @@ class Times:
         )
 
 
-def run(works: Mapping[str, Work], repetitions: int, most_seconds: float | None = None) -> Times:
-    """Time `works` in rounds, as many as the first of them takes part in: `repetitions`.
+def quartiles(values: list[float]) -> tuple[float, float]:
+    """The first and the third, between neighbours where they fall there; of one value that value."""
+    if len(values) == 1:
+        return values[0], values[0]
+    first, _, third = quantiles(values, n=4, method="inclusive")
+    return first, third
+
+
+def run(
+    works: Mapping[str, Work], repetitions: int, most_seconds: float | None = None, warm_up: int = WARM_UP
+) -> Times:
+    """Time `works` in rounds, as many as the first of them takes part in: `repetitions`, after `warm_up` calls of each.
 
     With `most_seconds` a work that would take longer in all takes part in fewer rounds, spread evenly, and at least 3.
     """
-    warm = {name: [work.seconds() for _ in range(WARM_UP)][-1] for name, work in works.items()}
+    warm = {name: [work.seconds() for _ in range(warm_up)][-1] for name, work in works.items()}
     counts = {name: _rounds(repetitions, most_seconds, seconds) for name, seconds in warm.items()}
     total = next(iter(counts.values()))
-    counts = {name: min(count, total) for name, count in counts.items()}
+    counts = {name: min(count, total, works[name].most or total) for name, count in counts.items()}
     seconds: dict[str, dict[int, float]] = {name: {} for name in works}
     for i in range(total):
         taking_part = [name for name, count in counts.items() if (i + 1) * count // total > i * count // total]

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-from json import dumps
-from pathlib import Path
+from itertools import chain
 from typing import Annotated, Any
 
 import typer
 
+from flexdecode.cli import bench_model
+from flexdecode.cli.bench_report import Out, RowFile
+from flexdecode.cli.lists import numbers, shapes_of
 from flexdecode.cli.options import EngineOptions, Json, Model
 from flexdecode.cli.output import Bars, print_report, write_json, write_text
-from flexdecode.cli.text import note
 from flexdecode.cli.verb import option, verb
 
 NAME = "bench"
 HELP = "Measure speed on this machine."
 
 app = typer.Typer(help=HELP, no_args_is_help=True)
+for _name, _help, _command in bench_model.COMMANDS:
+    app.command(_name, help=_help)(_command)
 
 
 @app.command("step", help="Time one decode step beside its products run alone, in turn.")
@@ -69,68 +72,71 @@ def transformers(
         print_report(row, f"{shape} in transformers: one step at {context} tokens of context")
 
 
-@app.command("kernels", help="Attention alone: against its reference, against what the machine gives, beside others.")
+@app.command("kernels", help="Attention and products alone: against references, and against what the machine gives.")
 @verb
 def kernels(
     only: Annotated[
         str, option("--only", help="Sections, separated by commas.")
-    ] = "decode,int8,masks,plan,prefill,verify",
+    ] = "decode,int8,masks,plan,prefill,verify,int4,int8-weights,dense",
     lengths: Annotated[
         str, option("--lengths", help="Keys, separated by commas.")
     ] = "4096,8192,16384,32768,65536,131072",
     head_dims: Annotated[str, option("--head-dims", help="Sizes of a head, separated by commas.")] = "64,80,96,128,256",
     groups: Annotated[str, option("--groups", help="Query heads a kv head, separated by commas.")] = "1,3,4,7,8",
+    shapes: Annotated[
+        str, option("--shapes", metavar="NxK,…", help="Weights of products, outputs x inputs, separated by commas.")
+    ] = "4096x4096,14336x4096,4096x14336,128256x2048",
+    group_sizes: Annotated[
+        str, option("--group-sizes", help="Inputs that share a scale in int4, separated by commas.")
+    ] = "32,64,128",
+    rows: Annotated[
+        str, option("--rows", help="Rows of activations of a product, separated by commas.")
+    ] = "1,2,4,8,16,64,512",
     repetitions: Annotated[int, option("--repetitions", help="Timed calls.")] = 20,
     threads: Annotated[
         str, option("--threads", metavar="all|N,…", help="CPU threads; torch's choice by default.")
     ] = "all,1",
-    out: Annotated[
-        Path | None,
-        option("--out", help="Write the rows here, too; a whole run replaces the file.", show_default=False),
-    ] = None,
+    out: Out = None,
     json: Json = False,
 ) -> None:
     if repetitions < 1:
         raise ValueError(f"--repetitions {repetitions} must be at least 1")
-    axes = (_numbers("lengths", lengths), _numbers("head-dims", head_dims), _numbers("groups", groups))
+    axes = (numbers("lengths", lengths), numbers("head-dims", head_dims), numbers("groups", groups))
+    weights = (shapes_of(shapes), numbers("group-sizes", group_sizes), numbers("rows", rows))
     import torch
 
+    from flexdecode.benchmark import kernels, products
     from flexdecode.benchmark.cases import cases
-    from flexdecode.benchmark.kernels import bench
 
     every = "all" in threads.split(",")
-    counts = _numbers("threads", threads.replace("all", str(torch.get_num_threads())) if every else threads)
-    chosen = cases(only.split(","), *axes)
+    counts = numbers("threads", threads.replace("all", str(torch.get_num_threads())) if every else threads)
+    counts = list(dict.fromkeys(counts))
+    attention, linear = cases(only.split(","), *axes), products.cases(only.split(","), *weights)
     failed = 0
-    with _Rows(out, json) as rows:
-        for row in bench(chosen, repetitions, list(dict.fromkeys(counts))):
+    with RowFile(out) as file:
+        told = _Rows(file, json)
+        measured = (kernels.bench(attention, repetitions, counts), products.bench(linear, repetitions, counts))
+        for row in chain.from_iterable(measured):
             failed += "failure" in row
-            rows.add(row)
+            told.add(row)
     if failed:
-        raise ValueError(f"{failed} of {rows.count} rows failed; each says why")
+        raise ValueError(f"{failed} of {told.count} rows failed; each says why")
 
 
 class _Rows:
-    """Where rows go as they are measured: to stdout as a table or as lines of JSON, and to a file.
+    """Rows as they are measured: to stdout as a table or as lines of JSON, and to a file."""
 
-    The file is written under a name ending in .part, which a run that ends well takes away; one that does not leaves
-    the rows that it has measured there.
-    """
-
-    def __init__(self, path: Path | None, json: bool) -> None:
-        self._path, self._json = path, json
-        self._part = None if path is None else path.with_name(path.name + ".part")
-        self._file = None if self._part is None else self._part.open("w", encoding="utf-8")
+    def __init__(self, file: RowFile, json: bool) -> None:
+        self._file, self._json = file, json
         self._heading = ""
         self.count = 0
 
     def add(self, row: dict[str, Any]) -> None:
+        from flexdecode.benchmark.report import json_line
         from flexdecode.benchmark.table import heading, line
 
         self.count += 1
-        if self._file is not None:
-            self._file.write(dumps(row, allow_nan=False) + "\n")
-            self._file.flush()
+        self._file.add(json_line(row))
         if self._json:
             write_json(row, indent=None)
             return
@@ -138,25 +144,3 @@ class _Rows:
             write_text(("\n" if self._heading else "") + heading(row) + "\n")
             self._heading = heading(row)
         write_text(line(row) + "\n")
-
-    def __enter__(self) -> _Rows:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if self._file is None or self._part is None or self._path is None:
-            return
-        self._file.close()
-        if kind is None:
-            self._part.replace(self._path)
-        else:
-            note(f"broken off: the rows measured so far ({self.count}) are in {self._part}")
-
-
-def _numbers(name: str, text: str) -> list[int]:
-    try:
-        found = [int(part) for part in text.split(",")]
-    except ValueError:
-        raise ValueError(f"--{name} {text!r} is not a list of whole numbers such as 1024,4096") from None
-    if min(found) < 1:
-        raise ValueError(f"--{name} {text!r} holds a number below 1")
-    return found

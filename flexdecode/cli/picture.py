@@ -66,12 +66,12 @@ def grid_lines(grid: Grid) -> list[str]:
     ]
 
 
-def check_drawing(path: Path) -> None:
+def check_drawing(path: Path, option: str = "--png") -> None:
     """Raises ValueError where `draw` could not: no matplotlib, or no such folder."""
     if importlib.util.find_spec("matplotlib") is None:
-        raise ValueError("--png draws with matplotlib, which is not installed: pip install flexdecode[plot]")
+        raise ValueError(f"{option} draws with matplotlib, which is not installed: pip install flexdecode[plot]")
     if not path.parent.is_dir():
-        raise ValueError(f"--png {path}: there is no folder {path.parent}")
+        raise ValueError(f"{option} {path}: there is no folder {path.parent}")
 
 
 def draw(path: Path, grid: Grid, title: str, legend: Mapping[int, str]) -> None:

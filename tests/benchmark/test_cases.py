@@ -66,3 +66,4 @@ def test_sections_keep_their_order_and_unknown_ones_are_refused() -> None:
     assert found == ["plan"] * 3 + ["verify"] * 2
     with pytest.raises(ValueError, match=r"'plans' is not known \(known: decode"):
         cases(["decode", "plans"], LENGTHS, DIMS, GROUPS)
+    assert cases(["int4", "dense"], LENGTHS, DIMS, GROUPS) == [], "products are known, and cases of another file"

@@ -11,7 +11,7 @@ from flexdecode.attention.backends.cpu import Cpu
 from flexdecode.attention.backends.reference import Reference
 from flexdecode.attention.masks import Mask, causal, mask, window
 from flexdecode.benchmark.cases import Case, causal_in_python
-from flexdecode.benchmark.inputs import build, needed_bytes, visible_pairs
+from flexdecode.benchmark.inputs import build, needed_bytes
 
 DECODE = Case("decode", 300, 64, 3, kv_heads=2)
 PREFILL = Case("prefill", 300, 64, 2, queries=300, kv_heads=2)
@@ -24,7 +24,6 @@ def test_pairs_are_those_that_the_mask_shows(keys: int) -> None:
             inputs = build(replace(PREFILL, keys=keys, queries=queries, mask=own))
             q_idx, kv_idx = torch.arange(keys - queries, keys)[:, None], torch.arange(keys)
             seen = own(torch.tensor(0), torch.tensor(0), q_idx, kv_idx)
-            assert visible_pairs(inputs.plan) == int(seen.sum())
             assert inputs.flops() == 4 * 64 * 4 * int(seen.sum())
 
 

@@ -11,7 +11,7 @@ import torch
 
 from flexdecode.attention.masks import causal, mask, window
 from flexdecode.attention.scores import score
-from flexdecode.benchmark import kernels, rounds
+from flexdecode.benchmark import kernels, rounds, rows
 from flexdecode.benchmark.cases import Case, causal_in_python, distance_in_python
 from flexdecode.benchmark.ceilings import Gemm
 from flexdecode.benchmark.kernels import bench
@@ -32,7 +32,7 @@ TWINS = [
 EVERY_ROW = {"benchmark", "section", "kernel", "keys", "queries", "head_dim", "group", "kv_heads", "kv_dtype", "mask"}
 EVERY_ROW |= {"score", "isa", "threads", "cpu", "flexdecode", "torch", "python", "commit", "dirty", "date", "warm_up"}
 EVERY_ROW |= {"repetitions"}
-MEASURED = {"error", "checked_rows", "ms", "ms_min", "ms_max"}
+MEASURED = {"error", "checked_rows", "ms", "ms_q1", "ms_q3", "ms_min", "ms_max"}
 
 
 @pytest.fixture(autouse=True)
@@ -145,24 +145,11 @@ def test_an_error_is_a_failure_of_its_row(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_what_does_not_fit_is_skipped_with_both_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels, "available_bytes", lambda device: 1 << 29)
+    monkeypatch.setattr(rows, "available_bytes", lambda device: 1 << 29)
     row = row_of(DECODE)
     assert "0.5 GiB are available" in row["skipped"]
     assert set(row) >= EVERY_ROW
     assert "failure" not in row
-
-
-def test_threads_are_pinned_by_group_and_restored() -> None:
-    before = torch.get_num_threads()
-    rows = bench([replace(DECODE, beside=())] * 2, 1, [2, 1])
-    assert next(rows)["threads"] == 2
-    torch.set_num_threads(3)  # whatever the consumer does between rows
-    assert [row["threads"] for row in rows] == [2, 1, 1]
-    assert torch.get_num_threads() == before
-    rows = bench([DECODE], 1, [before + 1])
-    next(rows)
-    rows.close()
-    assert torch.get_num_threads() == before
 
 
 @pytest.mark.slow

@@ -23,6 +23,7 @@ def test_the_fields_of_a_row() -> None:
     assert (row["flexdecode"], row["torch"]) == (__version__, torch.__version__)
     assert datetime.fromisoformat(row["date"]).tzinfo is not None
     assert row["cpu"]
+    assert (row["gpu"] is None) == (not torch.cuda.is_available())
     assert {"isa", "python", "commit", "dirty", "load_average"} <= set(row)
 
 

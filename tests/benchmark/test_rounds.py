@@ -5,35 +5,8 @@ from __future__ import annotations
 import pytest
 
 from flexdecode.benchmark import rounds
-from flexdecode.benchmark.rounds import Times, Work
-
-
-class Clock:
-    """Time as the works make it."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-        self.log: list[str] = []
-
-    def perf_counter(self) -> float:
-        return self.now
-
-    def work(self, name: str, seconds: float) -> Work:
-        def call() -> None:
-            self.now += seconds
-            self.log.append(name)
-
-        def before() -> None:
-            self.now += 1000.0
-
-        return Work(call, before)
-
-
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    clock = Clock()
-    monkeypatch.setattr(rounds, "time", clock)
-    return clock
+from flexdecode.benchmark.rounds import Times, Work, quartiles
+from tests.benchmark.conftest import Clock
 
 
 def test_works_take_turns_and_every_second_round_runs_backwards(clock: Clock) -> None:
@@ -54,6 +27,22 @@ def test_a_slow_work_takes_part_in_rounds_that_are_spread_out(clock: Clock) -> N
 def test_the_first_work_sets_the_rounds_and_three_are_the_least(clock: Clock) -> None:
     times = rounds.run({"ours": clock.work("o", 50.0), "quick": clock.work("q", 1.0)}, 20, most_seconds=10.0)
     assert [len(times.of(name)) for name in ("ours", "quick")] == [3, 3]
+
+
+def test_a_work_may_ask_for_fewer_rounds(clock: Clock) -> None:
+    few = Work(clock.work("f", 2.0).call, most=3)
+    times = rounds.run({"ours": clock.work("o", 1.0), "few": few}, 9, warm_up=2)
+    assert clock.log.count("o") == 9 + 2
+    assert sorted(times.seconds["few"]) == [2, 5, 8]
+    assert times.ratio("few", "ours") == 2.0
+
+
+def test_quartiles_lie_between_neighbours() -> None:
+    assert quartiles([7.0]) == (7.0, 7.0)
+    assert quartiles([4.0, 1.0, 3.0, 2.0]) == (1.75, 3.25)
+    spread = Times({"a": dict(enumerate([0.004, 0.001, 0.003, 0.002]))}).spread("a")
+    expected = {"ms": 2.5, "ms_q1": 1.75, "ms_q3": 3.25, "ms_min": 1.0, "ms_max": 4.0}
+    assert spread == pytest.approx(expected)
 
 
 def test_ratios_pair_what_ran_in_the_same_round() -> None:

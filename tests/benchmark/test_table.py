@@ -38,6 +38,19 @@ def test_flops_and_plans() -> None:
     assert "3.10% share of layer, fresh plan 0.400 ms" in line(plan)
 
 
+PRODUCT: dict[str, Any] = {"section": "int4", "kernel": "product", "outputs": 4096, "inputs": 14336, "rows": 4}
+PRODUCT |= {"group_size": 128, "threads": 1, "isa": "avx2"}
+
+
+def test_products_have_columns_of_their_own() -> None:
+    assert [word in heading(PRODUCT) for word in ("weights", "rows", "keys")] == [True, True, False]
+    told = line(PRODUCT | TIMED | {"times_torch": 1.5, "over_one_row": 1.07})
+    for words in ("4096x14336", " 128 ", "75% of 40.0", "torch 1.50, 1.07 over one row"):
+        assert words in told
+    assert "–" in line(PRODUCT | TIMED | {"section": "dense", "group_size": None})
+    assert "FAILED: off by 1" in line(PRODUCT | {"failure": "off by 1"})
+
+
 def test_failed_and_skipped_rows_give_their_reason() -> None:
     assert "FAILED: off by 1" in line(ROW | {"failure": "off by 1", "error": 1.0})
     assert "skipped: too big" in line(ROW | {"skipped": "too big"})

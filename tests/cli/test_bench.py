@@ -34,6 +34,7 @@ def test_wrong_values_are_one_line(options: list[str], words: str, capsys: pytes
 
 
 SMALL = ["bench", "kernels", "--lengths", "128", "--head-dims", "64", "--groups", "2", "--repetitions", "1"]
+PRODUCTS = [*SMALL, "--shapes", "64x128", "--rows", "1", "--group-sizes", "32", "--threads", "1"]
 
 
 def test_kernels_write_the_same_rows_to_stdout_and_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -55,6 +56,15 @@ def test_kernels_as_a_table(capsys: pytest.CaptureFixture[str]) -> None:
         " 1 thread",
     ]
     assert torch.get_num_threads() == before
+
+
+def test_products_stand_below_attention(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*PRODUCTS, "--only", "dense,int4,verify", "--json"]) == 0
+    found = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [row["section"] for row in found] == ["verify"] * 2 + ["int4", "dense"]
+    assert {row["benchmark"] for row in found} == {"kernels"}
+    assert main([*PRODUCTS, "--only", "int8-weights"]) == 0
+    assert "64x128" in capsys.readouterr().out
 
 
 def test_a_wrong_kernel_ends_in_1_after_all_rows(
@@ -93,6 +103,9 @@ def test_a_run_that_breaks_off_leaves_its_rows_beside_the_file(
         (["--threads", "all,0"], "--threads"),
         (["--threads", "some"], "--threads 'some'"),
         (["--lengths", "4k"], "--lengths '4k'"),
+        (["--shapes", "4096"], "--shapes '4096' is not a list of outputs x inputs"),
+        (["--shapes", "64x128,0x64"], "--shapes '64x128,0x64'"),
+        (["--group-sizes", "100"], "--group-sizes 100 does not divide"),
         (["--out", "absent/rows.jsonl"], "absent/rows.jsonl"),
     ],
 )

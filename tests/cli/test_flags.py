@@ -42,6 +42,7 @@ SAMPLING = {
 }
 EVERY_VERB = {"--debug", "--json"}
 OUTPUT = {"--verbose", "-v"}
+REPORT = {"--format", "-o", "--out", "--plot"}
 VERBS = {
     "generate": ENGINE
     | SAMPLING
@@ -53,8 +54,13 @@ VERBS = {
     "env": set(),
     "pull": {"--revision", "--offline"},
     "bench transformers": {"--context", "--repetitions", "--threads"},
-    "bench kernels": {"--only", "--lengths", "--head-dims", "--groups", "--repetitions", "--threads", "--out"},
+    "bench kernels": {"--only", "--lengths", "--head-dims", "--groups", "--shapes", "--group-sizes", "--rows"}
+    | {"--repetitions", "--threads", "--out"},
     "bench step": ENGINE | {"--context", "--repetitions"},
+    "bench prefill": ENGINE | REPORT | {"--lengths", "--repetitions"},
+    "bench decode": ENGINE | REPORT | {"--lengths", "--fill", "--repetitions"},
+    "bench grid": ENGINE | REPORT | {"--batch", "--lengths", "--repetitions"},
+    "bench latency": ENGINE | REPORT | {"--batch-size", "--input", "--output", "--repetitions"},
 }
 
 
