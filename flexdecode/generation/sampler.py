@@ -1,4 +1,4 @@
-"""From one row of logits to one token id, for one request.
+"""From one row of logits to one token id, for one request; and from the rows of a speculation to its tokens.
 
 Knows token ids only. Each request has its own Sampler with its own generator and its own counts, so that its tokens
 do not depend on what runs beside it. Everything is computed in fp32 (the cumulated probabilities in fp64) on the
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -76,7 +76,7 @@ class Sampler:
         raw_V = logits_V.float()
         adjusted_V = self._penalties.apply(raw_V)
         if self._generator is None:
-            token_id = int(adjusted_V.argmax())
+            token_id = first_greatest(adjusted_V)
             peak = float(adjusted_V[token_id])  # NaN is the greatest to argmax, so this finds one anywhere
         else:
             peak = float(adjusted_V.amax())
@@ -92,6 +92,38 @@ class Sampler:
         values, ids = likeliest(logprobs_V, min(self._params.logprobs, self._vocab_size))
         top = tuple(zip(ids.tolist(), values.tolist(), strict=True))
         return TokenChoice(token_id, float(logprobs_V[token_id]), top)
+
+    def verify(
+        self, logits_RV: Tensor, proposed: Sequence[int], stop: Callable[[int], bool] | None = None
+    ) -> list[TokenChoice]:
+        """Chooses the tokens that one-at-a-time decoding would have chosen, with the same draws: the accepted ones of
+        `proposed`, and one that the sampler chose itself.
+
+        logits_RV: fp32 [R, vocab], the rows after the last known token and after each proposed one, so that
+        R = len(proposed) + 1. A row's token is chosen and counted as by `sample`; the next row is looked at only when
+        that token is the proposed one. For rows that are not looked at nothing is drawn and nothing counted.
+
+        `stop(token_id)` is called once for each choice, in order, right after it was counted; where it says true the
+        choice is the last, and the answer may then end with an accepted token. Leaving the stop to the caller, who
+        would cut the list, is right only if the request is over: the sampler has counted what was cut.
+
+        Raises as `sample` does when the first row gives no token. A later one that gives none ends the choices before
+        it: the step that begins with that row meets the error, as in one-at-a-time decoding.
+        """
+        assert len(logits_RV) == len(proposed) + 1, f"{len(logits_RV)} rows for {len(proposed)} proposed tokens"
+        choices: list[TokenChoice] = []
+        for row, logits_V in enumerate(logits_RV):
+            try:
+                choice = self.sample(logits_V)
+            except ValueError:
+                if not choices:
+                    raise
+                break
+            choices.append(choice)
+            ended = stop is not None and stop(choice.token_id)
+            if ended or row == len(proposed) or choice.token_id != proposed[row]:
+                break
+        return choices
 
     def _draw(self, shifted_V: Tensor, generator: torch.Generator) -> int:
         """A token by the probabilities softmax(shifted / temperature) of the shortlist. The maximum of shifted is 0."""
@@ -130,6 +162,12 @@ def shortlist(scaled_V: Tensor, params: SamplingParams) -> tuple[Tensor, Tensor 
         likely = kept >= math.log(params.min_p) - _ROUNDING
         kept, ids = kept[likely], likely.nonzero().squeeze(1) if ids is None else ids[likely]
     return kept, ids
+
+
+def first_greatest(values_V: Tensor) -> int:
+    """The id of the greatest fp32 value, of equal ones the first; NaN is the greatest of all."""
+    # On a CPU numpy's takes a tenth of the time of torch's, which goes value by value.
+    return int(values_V.numpy().argmax() if values_V.device.type == "cpu" else values_V.argmax())
 
 
 def likeliest(values_V: Tensor, k: int) -> tuple[Tensor, Tensor]:
