@@ -1,0 +1,1 @@
+"""How good a model's predictions are: perplexity, divergence from a reference, retrieval. Times nothing."""
