@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from flexdecode.generation.engine import Engine
 from flexdecode.generation.explain import Explanation, explain_step
 from flexdecode.generation.params import SamplingParams
 from flexdecode.generation.results import Chunk, Completion
+from flexdecode.jobs import Finished, Job, UnderWay
 from flexdecode.memory import available_bytes
 from flexdecode.models.decoder import Decoder
 from flexdecode.models.load import WeightLoader
@@ -140,6 +142,32 @@ class LLM:
                 answer.close()
         return [answer.completion() for answer in answers]
 
+    def complete(self, jobs: Iterable[Job]) -> Iterator[Finished]:
+        """Answer many jobs together and give each back as it ends, so not in the order of `jobs`.
+
+        `jobs` may be of any length: one is taken only when there is room for it, and twice as many requests as the
+        engine runs at once are held. A job that cannot be served comes back with its error and disturbs no other.
+        Closing the iterator aborts what is under way.
+        """
+        limit = 2 * self.engine.config.max_running
+        crowd: list[UnderWay] = []
+        feed = self._feed(jobs, crowd)
+        try:
+            while True:
+                while sum(max(1, len(one.running)) for one in crowd) < limit and next(feed, None) is not None:
+                    pass
+                if not crowd:
+                    return
+                self._step([answer for one in crowd for answer in one.running])
+                for one in list(crowd):
+                    one.poll()
+                    if one.done:
+                        crowd.remove(one)
+                        yield one.finished()
+        finally:
+            for one in crowd:
+                one.close()
+
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Chunk]:
         """Complete one prompt piece by piece. The joined texts are `generate`'s. Closing the iterator aborts."""
         _one(params)
@@ -193,6 +221,22 @@ class LLM:
             raise ValueError(f"{self.source.path}: there is no tokenizer, so stop strings cannot be found")
         request = self.engine.add(prompt_ids, resolved, self.eos_token_ids)
         return Answer(request, self.engine, self.tokenizer)
+
+    def _feed(self, jobs: Iterable[Job], crowd: list[UnderWay]) -> Iterator[UnderWay]:
+        """Submits one request each time it is asked; ends with `jobs`."""
+        for job in jobs:
+            one = UnderWay(job)
+            crowd.append(one)
+            try:
+                prompts = job.prompts if job.messages is None else [self._chat_ids(job.messages)]
+                for prompt_ids, index in product(map(self._ids, prompts), range(job.params.n)):
+                    if one.error is not None:
+                        break
+                    one.begin(self._submit(prompt_ids, job.params.choice(index)))
+                    yield one
+            except ValueError as error:
+                one.fail(error)
+                yield one
 
     def _stream(self, answer: Answer) -> Iterator[Chunk]:
         try:

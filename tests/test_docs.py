@@ -6,6 +6,7 @@ is a command, and what follows is its output. Blocks of one page run in order, i
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 from dataclasses import dataclass
@@ -15,12 +16,14 @@ from typing import Any
 import pytest
 
 from flexdecode.cli.main import main
+from tests.checkpoints import byte_tokenizer, tiny
 
 ROOT = Path(__file__).parent.parent
 MASKS = ROOT / "docs" / "masks.md"
+BATCH = ROOT / "docs" / "batch.md"
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 LARGEST_PICTURE = 30_000  # bytes
-_BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+_BLOCK = re.compile(r"^```([\w ]+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _ERROR = re.compile(r"^# ValueError: (.*)\n\Z", re.MULTILINE)
 
 
@@ -56,6 +59,34 @@ def test_every_snippet_about_masks_runs_and_every_error_is_the_real_one() -> Non
     assert len(found) > 15
     assert sum(_ERROR.search(b.text) is not None for b in found) > 5
     run_python(MASKS, found)
+
+
+def shape(value: Any) -> Any:
+    """The keys of a JSON value, all the way down."""
+    if isinstance(value, dict):
+        return {key: shape(item) for key, item in value.items()}
+    return [shape(item) for item in value[:1] if isinstance(item, dict)] if isinstance(value, list) else None
+
+
+def test_the_page_on_batches_keeps_its_word(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its requests are served, its answers have the shape of the real ones, its mistakes give just these errors."""
+    found = blocks(BATCH.read_text())
+    requests, answers = (block.text for block in found if block.language == "jsonl")
+    wrong, messages = (block.text for block in found if block.language in ("jsonl errors", "text"))
+    monkeypatch.chdir(tmp_path)
+    tiny("model")
+    byte_tokenizer("model", "{% for m in messages %}{{ m.content }}{% endfor %}")
+    rows = []
+    for name, text in (("requests", requests), ("wrong", wrong)):
+        Path(f"{name}.jsonl").write_text(text)
+        assert main(["batch", "model", f"{name}.jsonl", f"{name}.out"]) == (name == "wrong")
+        rows.append([json.loads(line) for line in Path(f"{name}.out").read_text().splitlines()])
+    served, refused = rows
+    wanted = [json.loads(line) for line in answers.splitlines()]
+    assert sorted(str(shape(row)) for row in served) == sorted(str(shape(row)) for row in wanted)
+    assert [row["error"]["message"] for row in refused] == messages.splitlines()
+    assert [row["error"]["line"] for row in refused] == list(range(1, 7))
+    run_python(BATCH, [block for block in found if block.language == "python"])
 
 
 def test_the_readme_section_on_attention_runs() -> None:

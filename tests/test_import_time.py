@@ -19,7 +19,20 @@ HEAVY = (
     "prompt_toolkit",
     "matplotlib",
 )
-VERBS = ("generate", "chat", "mask", "inspect", "env", "pull", "bench", "bench step")
+VERBS = (
+    "generate",
+    "chat",
+    "batch",
+    "mask",
+    "inspect",
+    "env",
+    "pull",
+    "eval",
+    "eval perplexity",
+    "eval needle",
+    "bench",
+    "bench step",
+)
 PROGRAM = "from flexdecode.cli.main import main; code = main({argv!r}); assert code == {code}, code"
 
 

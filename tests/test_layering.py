@@ -27,6 +27,7 @@ ROOMS = (
     {"generation"},
     {"distributed"},
     {"answer", "describe"},  # llm's own helpers
+    {"jobs"},
     {"llm"},
     {"transformers"},
     {"evaluation", "benchmark", "serving"},  # neighbours: none uses another

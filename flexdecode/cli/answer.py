@@ -84,7 +84,7 @@ def as_data(answer: Answer) -> dict[str, Any]:
         "text": answer.text,
         "token_ids": answer.token_ids,
         "finish_reason": answer.finish_reason,
-        "logprobs": None if answer.logprobs is None else [_logprob(entry) for entry in answer.logprobs],
+        "logprobs": None if answer.logprobs is None else [logprob_data(entry) for entry in answer.logprobs],
         "stats": None if answer.stats is None else _stats(answer.stats),
     }
 
@@ -99,7 +99,7 @@ def _stats(stats: Stats) -> dict[str, Any]:
     }
 
 
-def _logprob(entry: TokenLogprob) -> dict[str, Any]:
+def logprob_data(entry: TokenLogprob) -> dict[str, Any]:
     return {
         "token_id": entry.token_id,
         "logprob": _finite(entry.logprob),

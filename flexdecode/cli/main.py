@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import typer
 
 from flexdecode import __version__
-from flexdecode.cli import bench, chat, env, generate, inspect, mask, pull
+from flexdecode.cli import batch, bench, chat, env, eval, generate, inspect, mask, pull
 from flexdecode.cli.text import note, speak_plainly, tolerate_encodings
 from flexdecode.cli.verb import Debug, Session
 
@@ -24,9 +24,10 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for module in (generate, chat, mask, inspect, env, pull):
+for module in (generate, chat, batch, mask, inspect, env, pull):
     app.command(module.NAME, help=module.HELP)(module.command)
-app.add_typer(bench.app, name=bench.NAME)
+for group in (eval, bench):
+    app.add_typer(group.app, name=group.NAME)
 
 
 def _print_version(wanted: bool) -> None:

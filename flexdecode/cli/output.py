@@ -16,8 +16,9 @@ if TYPE_CHECKING:
     from rich.console import Console, RenderableType
     from rich.progress import Progress, TaskID
 
-_LABELS = {"load": "reading weights", "prefill": "reading the prompt"}
+_LABELS = {"load": "reading weights", "prefill": "reading the prompt", "lines": "answering"}
 _COUNTED_IN_BYTES = {"load"}
+_UNITS = {"prefill": "tokens", "lines": "lines"}
 
 
 def size(count: int) -> str:
@@ -139,7 +140,8 @@ class Bars:
         self._progress: Progress | None = None
         self._tasks: dict[str, TaskID] = {}
 
-    def __call__(self, kind: str, done: int, total: int) -> None:
+    def __call__(self, kind: str, done: int, total: int, more: str = "") -> None:
+        """`more` stands behind the figures."""
         if not self._wanted:
             return
         if done >= total:
@@ -148,7 +150,10 @@ class Bars:
         if self._progress is None:
             self._progress = _new_progress()
             self._progress.start()
-        shown = f"{size(done)} of {size(total)}" if kind in _COUNTED_IN_BYTES else f"{done:,} of {total:,} tokens"
+        if kind in _COUNTED_IN_BYTES:
+            shown = f"{size(done)} of {size(total)}{more}"
+        else:
+            shown = f"{done:,} of {total:,} {_UNITS[kind]}{more}"
         if kind in self._tasks:
             self._progress.update(self._tasks[kind], completed=done, total=total, shown=shown)
         else:

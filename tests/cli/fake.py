@@ -17,7 +17,8 @@ from typing import Any
 
 import pytest
 
-from flexdecode.generation.results import Chunk, Stats, TokenLogprob
+from flexdecode.generation.results import Chunk, Completion, Stats, TokenLogprob
+from flexdecode.jobs import Finished, Job
 
 INTERRUPT = "<ctrl-c>"  # a piece of an answer at which Ctrl-C arrives
 SLOW = "<slow>"  # a piece at which the answer waits for a real signal
@@ -35,6 +36,7 @@ class Script:
     calls: list[tuple[str, Any, Any]] = field(default_factory=list)
     options: dict[str, Any] = field(default_factory=dict)
     closed: int = 0
+    pace: float = 0.0  # seconds before each end of a job
 
 
 class FakeTokenizer:
@@ -68,6 +70,26 @@ def fake_llm_class(script: Script) -> type:
         def stream_chat(self, messages: Any, params: Any = None) -> Iterator[Chunk]:
             script.calls.append(("stream_chat", [dict(message) for message in messages], params))
             return self._answer(params)
+
+        def complete(self, jobs: Iterator[Job]) -> Iterator[Finished]:
+            """Answers "re: PROMPT", the later of two jobs first; a prompt that begins with "!" fails."""
+            held: list[Job] = []
+            for job in jobs:
+                script.calls.append(("complete", job.messages or job.prompts, job.params))
+                held.append(job)
+                if len(held) == 2:
+                    yield self._finished(held.pop())
+            yield from map(self._finished, held)
+
+        def _finished(self, job: Job) -> Finished:
+            time.sleep(script.pace)
+            prompt = str(job.prompts[0] if job.messages is None else job.messages[-1]["content"])
+            if prompt == INTERRUPT:
+                raise KeyboardInterrupt
+            if prompt.startswith("!"):
+                return Finished(job, error=ValueError(f"no answer to {prompt}"))
+            completion = Completion(f"re: {prompt}", (1, 2, 3), "stop", 5, None, STATS)
+            return Finished(job, (completion,) * job.answers)
 
         def _answer(self, params: Any) -> Iterator[Chunk]:
             pieces = script.answers.pop(0) if len(script.answers) > 1 else script.answers[0]

@@ -40,6 +40,7 @@ SAMPLING = {
     "--stop-token-id",
     "--ignore-eos",
 }
+EVALUATION = {"--text", "--limit", "--out", "-o"}
 EVERY_VERB = {"--debug", "--json"}
 OUTPUT = {"--verbose", "-v"}
 REPORT = {"--format", "-o", "--out", "--plot"}
@@ -49,10 +50,16 @@ VERBS = {
     | OUTPUT
     | {"--prompt", "-p", "--file", "-f", "--system", "--raw", "--logprobs", "--explain"},
     "chat": ENGINE | SAMPLING | OUTPUT | {"--system"},
+    "batch": ENGINE | SAMPLING | {"--retry-errors"},
     "mask": {"--length", "--at", "--heads", "--head", "--png"},
     "inspect": {"--context", "--measure", "--revision", "--offline", "--ignore-config"},
     "env": set(),
     "pull": {"--revision", "--offline"},
+    "eval perplexity": ENGINE | EVALUATION | {"--context", "--stride"},
+    "eval divergence": ENGINE | EVALUATION | {"--against", "--against-dtype", "--context"},
+    "eval needle": ENGINE
+    | (EVALUATION - {"--limit"})
+    | {"--lengths", "--depths", "--trials", "--first-trial", "--png"},
     "bench transformers": {"--context", "--repetitions", "--threads"},
     "bench kernels": {"--only", "--lengths", "--head-dims", "--groups", "--shapes", "--group-sizes", "--rows"}
     | {"--repetitions", "--threads", "--out"},

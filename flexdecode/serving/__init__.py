@@ -1,0 +1,1 @@
+"""Requests and answers in the shapes that other programs speak. Knows no command line."""
