@@ -22,7 +22,7 @@ for _name, _help, _command in bench_model.COMMANDS:
     app.command(_name, help=_help)(_command)
 
 
-@app.command("step", help="Time one decode step beside its products run alone, in turn.")
+@app.command("step", help="Where the time of a decode step goes: by operator, beside its floor and its products alone.")
 @verb
 def step(
     model: Model,
@@ -37,7 +37,7 @@ def step(
 
     with Bars() as bars:
         llm = engine.load(model, bars)
-        row = {"model": model, **measure(llm, context, repetitions)}
+        row = measure(llm, str(model), context, repetitions)
     if json:
         write_json(row)
     else:

@@ -23,6 +23,7 @@ from flexdecode.attention.plan import plan_tiles
 from flexdecode.generation.engine import Engine
 from flexdecode.generation.params import SamplingParams
 from flexdecode.models.decoder import Decoder
+from flexdecode.models.embedding import Embedding
 from flexdecode.models.linear import Linear
 from flexdecode.models.moe import Moe
 from flexdecode.models.norm import RMSNorm
@@ -111,9 +112,8 @@ def explain_step(engine: Engine, context: int, measure: bool = False) -> Explana
 
 def _weights(model: Decoder) -> tuple[int, tuple[int, int] | None]:
     """Bytes of weights that a step of one token reads, and (experts used, experts)."""
-    row = model.embed.row_bytes
     mixtures = [m.config for m in model.modules() if isinstance(m, Moe)]
-    return row + _read(model), (mixtures[0].experts_per_token, mixtures[0].experts) if mixtures else None
+    return _read(model), (mixtures[0].experts_per_token, mixtures[0].experts) if mixtures else None
 
 
 def _read(module: nn.Module) -> int:
@@ -121,9 +121,10 @@ def _read(module: nn.Module) -> int:
         return module.nbytes  # counts its own parts
     if isinstance(module, RMSNorm):
         return module.weight.nbytes
-    if isinstance(module, Moe):  # which ones is up to the token: so many of average size
-        every = sum(_read(expert) for experts in (module.gate_up, module.down) for expert in experts)
-        return module.router.nbytes + every * module.config.experts_per_token // module.config.experts
+    if isinstance(module, Moe):
+        return module.read_bytes
+    if isinstance(module, Embedding):
+        return module.row_bytes
     return sum(_read(child) for child in module.children())
 
 

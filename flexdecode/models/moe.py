@@ -23,6 +23,12 @@ class Moe(nn.Module):
         self.gate_up = nn.ModuleList(gate_up for gate_up, _ in experts)
         self.down = nn.ModuleList(down for _, down in experts)
 
+    @property
+    def read_bytes(self) -> int:
+        """What one token reads: the router, and as many experts of average size as it uses."""
+        experts = sum(m.nbytes for part in (self.gate_up, self.down) for m in part if isinstance(m, Linear))
+        return self.router.nbytes + experts * self.config.experts_per_token // self.config.experts
+
     def route(self, x_TD: Tensor) -> tuple[Tensor, Tensor]:
         """Weights fp32 and numbers of the chosen experts, both [T, experts_per_token]."""
         logits_TE = self.router(x_TD).float()

@@ -18,13 +18,20 @@ def test_a_row_states_its_ceiling(capsys: pytest.CaptureFixture[str]) -> None:
     row = json.loads(capsys.readouterr().out)
     assert row["context"] == 8
     assert row["product_bytes"] > 0
-    for key in ("step_ms", "products_ms", "read_gb_per_s", "fraction_of_products_alone", "tokens_per_second"):
+    for key in (
+        "ms",
+        "products_ms",
+        "fraction_of_floor",
+        "read_gb_per_s",
+        "fraction_of_products_alone",
+        "tokens_per_second",
+    ):
         assert row[key] > 0
 
 
 @pytest.mark.parametrize(
     ("options", "words"),
-    [(["--context", "0"], "--context 0"), (["--context", "100000000"], "the context ends at")],
+    [(["--context", "0"], "--context 0"), (["--context", "100000000"], "ends at")],
 )
 def test_wrong_values_are_one_line(options: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "step", "random:tiny", *options]) == 1
