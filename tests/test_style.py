@@ -31,6 +31,7 @@ TOPICS = {
     "families/test_shapes.py": "every random shape fits its family",
     "kernels/test_attend_few.py": "a kernel on every instruction set",
     "kernels/test_attend_many.py": "a kernel on every instruction set",
+    "kernels/test_linear_dense.py": "a kernel on every instruction set",
     "llm/test_complete.py": "many jobs at once, through LLM",
     "llm/test_ends.py": "why an answer ends, through LLM",
     "llm/test_explain.py": "what a decode step reads, through LLM",
