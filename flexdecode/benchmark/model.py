@@ -44,7 +44,7 @@ class Floor:
     def __init__(self, llm: LLM, keys: int, batch: int = 1) -> None:
         told = llm.explain(keys)
         self.weights_bytes, self.kv_bytes = told.weights_bytes, batch * told.kv_bytes
-        self.reader = Reader(min(self.nbytes, _MOST_READ), llm.engine.model.device)
+        self.reader = Reader(min(self.nbytes, _MOST_READ), llm.engine.model.device, as_weights=True)
 
     @property
     def nbytes(self) -> int:

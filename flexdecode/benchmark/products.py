@@ -101,7 +101,7 @@ def _measured(case: Product, matrix: Matrix, repetitions: int) -> Row:
     if not error < TOLERANCE:
         told = f"the product is off by {error:.3g} of the largest value, allowed is {TOLERANCE}"
         return {"failure": told, **found, **provenance(0, 0)}
-    ceiling: Gemm | Reader = Gemm() if case.multiplies else Reader(matrix.nbytes)
+    ceiling: Gemm | Reader = Gemm() if case.multiplies else Reader(matrix.nbytes, as_weights=True)
     works = {_OURS: _on(ours, x_MK), "ceiling": Work(ceiling)}
     if 1 < case.rows <= _FEW_ROWS:
         works["one_row"] = _on(ours, x_MK[:1].clone())

@@ -22,6 +22,7 @@ from flexdecode.attention.explain import keys_seen
 from flexdecode.attention.plan import plan_tiles
 from flexdecode.generation.engine import Engine
 from flexdecode.generation.params import SamplingParams
+from flexdecode.kernels import ops
 from flexdecode.models.decoder import Decoder
 from flexdecode.models.embedding import Embedding
 from flexdecode.models.linear import Linear
@@ -105,6 +106,7 @@ def explain_step(engine: Engine, context: int, measure: bool = False) -> Explana
     kv = _kv(engine.model, context)
     nbytes = weights + sum(x.read_bytes for x in kv)
     words = torch.ones(min(max(nbytes, _LEAST_READ), _MOST_READ) // 8, dtype=torch.int64, device=engine.model.device)
+    words = ops.held(words, words.dtype, words.device)  # in the kind of memory in which weights lie
     steps, reads = _times(engine, context if measure else None, lambda: words.sum())
     step = median(steps) if steps else None
     return Explanation(context, weights, experts, kv, words.nbytes / median(reads), step)

@@ -7,6 +7,7 @@ Shape letters: M rows of activations, N outputs, K inputs, B = K/2 bytes, G grou
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -91,7 +92,13 @@ def _tiles(x_NG: Tensor) -> Tensor:
     """[N, G] to [I, G, 32], filled up with zeros, in memory of its own."""
     n, g = x_NG.shape
     filled = F.pad(x_NG, (0, 0, 0, -n % TILE)).view(-1, TILE, g)
-    return filled.transpose(1, 2).clone(memory_format=torch.contiguous_format)
+    return held([filled.transpose(1, 2)], x_NG.dtype)
+
+
+def held(parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    """CPU tensors one below the other, copied to `dtype`, in memory made for what is read whole in every step."""
+    copy: Tensor = torch.ops.flexdecode.held(parts, dtype)
+    return copy
 
 
 def linear_int4(x_MK: Tensor, w: Int4Tiles, bias_N: Tensor | None = None, out: torch.dtype | None = None) -> Tensor:

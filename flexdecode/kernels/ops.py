@@ -7,6 +7,7 @@ bf16, fp16 or fp32; results have their dtype.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -54,6 +55,7 @@ __all__ = [
     "dequantize_int4",
     "finish_heads",
     "gated",
+    "held",
     "isas",
     "linear_dense",
     "linear_fp4",
@@ -181,6 +183,18 @@ def linear_dense(x_MK: Tensor, w_NK: Tensor, bias_N: Tensor | None = None, out: 
         return linear.linear_dense(x_MK, w_NK, bias_N, out)
     y_MN = F.linear(x_MK, w_NK, None if bias_N is None else bias_N.to(x_MK.dtype))
     return y_MN if out is None else y_MN.to(out)
+
+
+def held(parts: Tensor | Sequence[Tensor], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A weight, or parts one below the other, copied to `dtype` on `device`, contiguous and in memory of its own, on a
+    CPU with kernels in large pages. A view of a mapped file would keep the file's pages, one of a larger tensor all of
+    it."""
+    parts = [parts] if isinstance(parts, Tensor) else parts
+    if linear.unsupported(device, 1, 1) is None and all(part.device.type == "cpu" for part in parts):
+        return linear.held(parts, dtype)
+    if len(parts) > 1:
+        return torch.cat(list(parts)).to(device=device, dtype=dtype)
+    return parts[0].to(device=device, dtype=dtype, copy=True, memory_format=torch.contiguous_format)
 
 
 def linear_fp4(

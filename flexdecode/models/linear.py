@@ -117,28 +117,25 @@ def linear(
             runs[-1].append(part)
         else:
             runs.append([part])
-    bias = None if bias is None else owned(bias, torch.float32, device)
+    bias = None if bias is None else ops.held(bias, torch.float32, device)
     if len(runs) == 1:
         return _single(runs[0], bias, dtype, device, copy)
     return StackedLinear([_single(run, None, dtype, device, copy) for run in runs], bias)
 
 
 def _single(run: Sequence[Weight], bias: Tensor | None, dtype: torch.dtype, device: torch.device, copy: bool) -> Linear:
+    dense = [part for part in run if isinstance(part, Tensor)]
+    if dense:
+        if copy or len(dense) > 1:
+            return DenseLinear(ops.held(dense, dtype, device), bias)
+        return DenseLinear(dense[0].to(device=device, dtype=dtype), bias)
     weight = run[0] if len(run) == 1 else _concat(run)
     if isinstance(weight, Int4Weight):
         return Int4Linear(weight.to(device), bias, dtype)
     if isinstance(weight, Int8Weight):
         return Int8Linear(weight.to(device), bias, dtype)
-    if isinstance(weight, Fp4Weight):
-        return Fp4Linear(weight.to(device), bias)
-    if copy and len(run) == 1:
-        return DenseLinear(owned(weight, dtype, device), bias)
-    return DenseLinear(weight.to(device=device, dtype=dtype), bias)
-
-
-def owned(tensor: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """`tensor` in `dtype` on `device`, in memory of its own: a view of a mapped file would keep the file's pages."""
-    return tensor.to(device=device, dtype=dtype, copy=True, memory_format=torch.contiguous_format)
+    assert isinstance(weight, Fp4Weight)
+    return Fp4Linear(weight.to(device), bias)
 
 
 def _alike(a: Weight, b: Weight) -> bool:
@@ -148,11 +145,9 @@ def _alike(a: Weight, b: Weight) -> bool:
 
 
 def _concat(run: Sequence[Weight]) -> Weight:
-    """Rows below one another; dense parts of different dtypes meet in one that holds them all."""
+    """Rows below one another."""
     if isinstance(run[0], Int4Weight):
         return Int4Weight.concat([part for part in run if isinstance(part, Int4Weight)])
     if isinstance(run[0], Int8Weight):
         return Int8Weight.concat([part for part in run if isinstance(part, Int8Weight)])
-    if isinstance(run[0], Fp4Weight):
-        return Fp4Weight.concat([part for part in run if isinstance(part, Fp4Weight)])
-    return torch.cat([part for part in run if isinstance(part, Tensor)])
+    return Fp4Weight.concat([part for part in run if isinstance(part, Fp4Weight)])

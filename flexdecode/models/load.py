@@ -16,7 +16,8 @@ from flexdecode.checkpoints.source import Source
 from flexdecode.config import FlexdecodeWarning, ModelConfig
 from flexdecode.families.names import Names
 from flexdecode.families.rules import Part, Rule, check, file_names, rules
-from flexdecode.models.linear import Linear, linear, owned
+from flexdecode.kernels import ops
+from flexdecode.models.linear import Linear, linear
 from flexdecode.models.norm import RMSNorm
 from flexdecode.quantization.weights import Fp4Weight, Int4Weight, Int8Weight, Weight
 
@@ -58,7 +59,7 @@ class WeightLoader:
         (part,) = self._rules[target].parts
         weight = self._finite(self._part(part), part)
         if isinstance(weight, Tensor):
-            return owned(weight, self.dtype, self.device)
+            return ops.held(weight, self.dtype, self.device)
         return weight.to(self.device)
 
     def vector(self, target: str) -> Tensor:
@@ -66,7 +67,7 @@ class WeightLoader:
         (part,) = self._rules[target].parts
         value = self._part(part)
         assert isinstance(value, Tensor)
-        return owned(value, torch.float32, self.device)
+        return ops.held(value, torch.float32, self.device)
 
     def norm(self, target: str, eps: float) -> RMSNorm | None:
         """None where the family has no such norm."""

@@ -12,7 +12,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from flexdecode.checkpoints.safetensors import SafetensorsSource
-from flexdecode.models.linear import DenseLinear, Linear, StackedLinear, linear, owned
+from flexdecode.kernels import ops
+from flexdecode.models.linear import DenseLinear, Linear, StackedLinear, linear
 from flexdecode.quantization.weights import Fp4Weight, Int4Weight, Int8Weight, Weight
 
 CPU = torch.device("cpu")
@@ -188,10 +189,10 @@ def test_nothing_read_from_a_file_stays_mapped(dtype: torch.dtype, tmp_path: Pat
 
 @pytest.mark.parametrize("to", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("transposed", [False, True])
-def test_owned(to: torch.dtype, transposed: bool) -> None:
+def test_held(to: torch.dtype, transposed: bool) -> None:
     whole = torch.randn(64, 64)
     view = whole[:32].T if transposed else whole[:32]
-    got = owned(view, to, CPU)
+    got = ops.held(view, to, CPU)
     assert torch.equal(got, view.to(to))
     assert got.is_contiguous()
     assert got.untyped_storage().nbytes() == 32 * 64 * to.itemsize
@@ -212,20 +213,20 @@ class Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("transposed", [False, True])
-def test_owned_makes_one_copy(dtype: torch.dtype, transposed: bool) -> None:
+def test_holding_makes_one_copy(dtype: torch.dtype, transposed: bool) -> None:
     """Where the type changes, that is the copy: a second one would hold a weight three times at load."""
     weight = torch.empty(8, 16, dtype=torch.bfloat16)
     weight = weight.T if transposed else weight
     with Operators() as operators:
-        owned(weight, dtype, CPU)
-    assert operators.names == ["aten._to_copy.default"]
+        ops.held(weight, dtype, CPU)
+    assert operators.names == ["flexdecode.held.default"]
 
 
 def test_merging_makes_one_copy() -> None:
     parts: list[Weight] = [torch.empty(8, 16), torch.empty(4, 16), torch.empty(4, 16)]
     with Operators() as operators:
         linear(parts, None, torch.float32, CPU)
-    assert operators.names == ["aten.cat.default"]
+    assert operators.names == ["flexdecode.held.default"]
 
 
 def test_fp4_is_held_as_it_comes() -> None:

@@ -13,6 +13,7 @@
 #include <algorithm>
 #include <vector>
 
+#include "held.h"
 #include "linear_dispatch.h"
 #include "linear_pack.h"
 
@@ -206,7 +207,7 @@ Tensor linear_dense(const Tensor& x_, const Tensor& w, const std::optional<Tenso
 Tensor pack_int4(const Tensor& codes_) {
   const Tensor codes = codes_.contiguous();
   const int64_t n = codes.size(0), bytes = codes.size(1), words = (bytes + 3) / 4, tiles = (n + TILE - 1) / TILE;
-  const Tensor packed = at::empty({tiles, words, TILE}, at::kInt);
+  const Tensor packed = held_empty({tiles, words, TILE}, at::kInt);
   const uint8_t* from = codes.const_data_ptr<uint8_t>();
   uint32_t* to = reinterpret_cast<uint32_t*>(packed.mutable_data_ptr<int32_t>());
   at::parallel_for(0, tiles, grain(bytes * TILE), [&](int64_t first, int64_t last) {
@@ -220,7 +221,7 @@ Tensor pack_int4(const Tensor& codes_) {
 Tensor pack_int8(const Tensor& codes_) {
   const Tensor codes = codes_.contiguous();
   const int64_t n = codes.size(0), k = codes.size(1), tiles = (n + TILE - 1) / TILE;
-  const Tensor packed = at::empty({tiles, k, TILE}, at::kChar);
+  const Tensor packed = held_empty({tiles, k, TILE}, at::kChar);
   const int8_t* from = codes.const_data_ptr<int8_t>();
   int8_t* to = packed.mutable_data_ptr<int8_t>();
   at::parallel_for(0, tiles, grain(k * TILE), [&](int64_t first, int64_t last) {
@@ -260,6 +261,7 @@ TORCH_LIBRARY_FRAGMENT(flexdecode, m) {
   m.def("linear_dense(Tensor x, Tensor w, Tensor? bias, ScalarType? out) -> Tensor");
   m.def("pack_int4(Tensor codes) -> Tensor");
   m.def("pack_int8(Tensor codes) -> Tensor");
+  m.def("held(Tensor[] parts, ScalarType dtype) -> Tensor");
   m.def("unpack_rows(Tensor codes, Tensor rows, int k) -> Tensor");
 }
 
@@ -269,5 +271,6 @@ TORCH_LIBRARY_IMPL(flexdecode, CPU, m) {
   m.impl("linear_dense", &linear_dense);
   m.impl("pack_int4", &pack_int4);
   m.impl("pack_int8", &pack_int8);
+  m.impl("held", &held);
   m.impl("unpack_rows", &unpack_rows);
 }
