@@ -140,10 +140,17 @@ class QuantConfig:
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """What an engine may use. Lengths in tokens; `kv_tokens` is the size of the cache, over all sequences."""
+    """What an engine may use. Lengths in tokens; `kv_tokens` is the size of the cache, over all sequences. With
+    `prefix_reuse` the keys of what was computed stay in the cache while there is room, for prompts that begin alike."""
 
     max_context: int
     kv_tokens: int
     page: int = 64
     max_running: int = 64
     prefill_chunk: int = 512
+    prefix_reuse: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("max_context", "kv_tokens", "page", "max_running", "prefill_chunk"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")

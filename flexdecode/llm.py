@@ -25,6 +25,7 @@ from flexdecode.families import resolve
 from flexdecode.generation.engine import Engine
 from flexdecode.generation.explain import Explanation, explain_step
 from flexdecode.generation.params import SamplingParams
+from flexdecode.generation.request import Request
 from flexdecode.generation.results import Chunk, Completion
 from flexdecode.jobs import Finished, Job, UnderWay
 from flexdecode.memory import available_bytes
@@ -60,7 +61,8 @@ class LLM:
     FlexAttention mask_mod, or a text as for `--mask`; every layer shows what both it and the model's own mask show, or
     with `replace_mask` what it shows alone. score: a score_mod, applied after the model's own. Mods are called with
     b = 0. max_context: tokens of prompt and answer together; by default what the model was made for, or less where
-    memory ends before (`describe` tells).
+    memory ends before (`describe` tells). prefix_reuse: prompts that begin alike, as the turns of a chat do, find the
+    keys of their beginning in the cache; a mod must then answer alike for as long as the LLM lives.
     ignore_config: config keys to pass over. progress: called with ("load" | "prefill", done, total).
 
     Raises ValueError, one line with the remedy, for a checkpoint or an option that cannot be served.
@@ -78,6 +80,7 @@ class LLM:
         replace_mask: bool = False,
         score: ScoreMod | None = None,
         max_context: int | None = None,
+        prefix_reuse: bool = True,
         revision: str | None = None,
         offline: bool = False,
         threads: int | None = None,
@@ -106,7 +109,8 @@ class LLM:
         loader = WeightLoader(self.source, self.config, self._names, compute, place, self._loading)
         with torch.inference_mode():
             decoder = Decoder(self.config, loader, attention, cached, mods)
-        self.engine = Engine(decoder, _engine_config(self.config, decoder, max_context))
+        config = _engine_config(self.config, decoder, max_context)
+        self.engine = Engine(decoder, replace(config, prefix_reuse=prefix_reuse))
 
     @property
     def max_context(self) -> int:
@@ -131,12 +135,17 @@ class LLM:
         answers: list[Answer] = []
         try:
             for prompt, own in zip(prompts, each, strict=True):
-                wanted = own or SamplingParams()
-                answers += [self._submit(self._ids(prompt), wanted.choice(i)) for i in range(wanted.n)]
-            while any(not answer.done for answer in answers):
-                self._step(answers)
-                for answer in answers:
-                    answer.poll()
+                answers += self._submit_choices(self._ids(prompt), own or SamplingParams())
+            for answer in answers:
+                answer.poll()
+            going = {answer.request: answer for answer in answers if not answer.done}
+            while going:
+                for request in self._step(going.values()):
+                    mine = going.get(request)
+                    if mine is not None and request.error is None:
+                        mine.poll()
+                    if mine is not None and (mine.done or request.error is not None):
+                        del going[request]
         finally:
             for answer in answers:
                 answer.close()
@@ -212,6 +221,18 @@ class LLM:
         return render(self.tokenizer, messages)
 
     def _submit(self, prompt_ids: Sequence[int], params: SamplingParams) -> Answer:
+        """One answer. `params.n` is 1."""
+        request = self.engine.add(prompt_ids, self._resolved(prompt_ids, params), self.eos_token_ids)
+        return Answer(request, self.engine, self.tokenizer)
+
+    def _submit_choices(self, prompt_ids: Sequence[int], params: SamplingParams) -> list[Answer]:
+        """`n` answers to one prompt, which is computed once."""
+        resolved = self._resolved(prompt_ids, params)
+        choices = [resolved.choice(i) for i in range(resolved.n)]
+        requests = self.engine.add_choices(prompt_ids, choices, self.eos_token_ids)
+        return [Answer(request, self.engine, self.tokenizer) for request in requests]
+
+    def _resolved(self, prompt_ids: Sequence[int], params: SamplingParams) -> SamplingParams:
         resolved = params.resolve(self.generation_config)
         if resolved.max_tokens is not None and params.max_tokens is None:
             # A budget from the model's files is a default, not a demand: it ends where the context ends.
@@ -219,8 +240,7 @@ class LLM:
             resolved = replace(resolved, max_tokens=min(resolved.max_tokens, budget))
         if resolved.stop and self.tokenizer is None:
             raise ValueError(f"{self.source.path}: there is no tokenizer, so stop strings cannot be found")
-        request = self.engine.add(prompt_ids, resolved, self.eos_token_ids)
-        return Answer(request, self.engine, self.tokenizer)
+        return resolved
 
     def _feed(self, jobs: Iterable[Job], crowd: list[UnderWay]) -> Iterator[UnderWay]:
         """Submits one request each time it is asked; ends with `jobs`."""
@@ -250,13 +270,15 @@ class LLM:
         finally:
             answer.close()
 
-    def _step(self, answers: Sequence[Answer]) -> None:
-        self.engine.step()
+    def _step(self, answers: Iterable[Answer]) -> list[Request]:
+        """Run a step of the engine; the requests that it brought on, of whomever they are."""
+        advanced = self.engine.step()
         if self._progress is not None:
             pending = [a.request for a in answers if not a.request.output_ids]
             total = sum(len(r.prompt_ids) for r in pending)
             if total > self.engine.config.prefill_chunk:
                 self._progress("prefill", sum(r.cached for r in pending), total)
+        return advanced
 
     def _loading(self, done: int, total: int) -> None:
         if self._progress is not None:

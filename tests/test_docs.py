@@ -89,6 +89,13 @@ def test_the_page_on_batches_keeps_its_word(tmp_path: Path, monkeypatch: pytest.
     run_python(BATCH, [block for block in found if block.language == "python"])
 
 
+def test_every_snippet_about_the_engine_runs() -> None:
+    page = ROOT / "docs" / "engine.md"
+    found = [b for b in blocks(page.read_text()) if b.language == "python"]
+    assert sum(_ERROR.search(b.text) is not None for b in found) == 2
+    run_python(page, found)
+
+
 def test_the_readme_section_on_attention_runs() -> None:
     section = (ROOT / "README.md").read_text().split("## Attention is yours")[1].split("\n## ")[0]
     found = [b for b in blocks(section) if b.language == "python"]

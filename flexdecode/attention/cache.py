@@ -2,13 +2,15 @@
 
 A layer's storage is pages `[kv_heads, pages, page, head_dim]`, so that one page of one head is one contiguous run.
 Layers with the same mask form a group and share a page table; pages that no later query can see under the group's
-mask are given back while a sequence grows. Shape letters: C kv_heads, P pages, S slots (P·page), T packed tokens,
-L keys of one sequence, D head_dim.
+mask are given back while a sequence grows. Full pages whose tokens were told (`remember`) are found by them (`adopt`)
+until their room is needed. Shape letters: C kv_heads, P pages, S slots (P·page), T packed tokens, L keys of one
+sequence, D head_dim.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import sys
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,6 +19,7 @@ from torch import Tensor
 
 from flexdecode.attention.masks import Ints, Mask
 from flexdecode.attention.pages import OutOfPagesError, PageGroup
+from flexdecode.attention.prefix import Prefixes
 from flexdecode.attention.visible import Settled
 
 KV_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.int8)
@@ -118,6 +121,8 @@ class KVCache:
         self._kv = [self._storage(layer, pages * page) for layer in layers]
         self._lengths: dict[int, int] = {}
         self._settled: list[dict[int, Settled]] = [{} for _ in self.groups]
+        self._prefixes = Prefixes(page)
+        self._looks_back = all(mask.looks_back for mask in masks)
         self._next = 0
 
     def _storage(self, layer: CacheLayer, slots: int) -> KV:
@@ -144,14 +149,74 @@ class KVCache:
         """How many more tokens one sequence could take: the tightest group decides."""
         return min(group.free_pages for group in self.groups) * self.page
 
-    def new(self) -> int:
-        """An empty sequence's number."""
-        sequence, self._next = self._next, self._next + 1
-        self._lengths[sequence] = 0
-        for group, settled in zip(self.groups, self._settled, strict=True):
+    def new(self, root: Hashable = None) -> int:
+        """An empty sequence's number. `root` is what decides its keys beside its tokens, for `remember`."""
+        sequence = self._begin(0)
+        for group in self.groups:
             group.new(sequence)
+        self._prefixes.start(sequence, root)
+        return sequence
+
+    def _begin(self, length: int) -> int:
+        sequence, self._next = self._next, self._next + 1
+        self._lengths[sequence] = length
+        for settled in self._settled:
             settled[sequence] = Settled()
         return sequence
+
+    def remember(self, sequence: int, token_ids: Sequence[int]) -> None:
+        """Tell the tokens of the sequence's next full page that was not told yet, written already in all layers; they
+        begin at `remembered`. Under a mask that looks ahead a key may hang on later tokens: nothing is remembered."""
+        logical = self._prefixes.pages(sequence)
+        name = self._prefixes.extend(sequence, token_ids)
+        assert name.pages * self.page <= self._lengths[sequence], "only a full page can be remembered"
+        if self._looks_back:
+            for group in self.groups:
+                group.name(sequence, logical, name)
+
+    def remembered(self, sequence: int) -> int:
+        """How many tokens of the sequence were told."""
+        return self._prefixes.pages(sequence) * self.page
+
+    def adopt(self, token_ids: Sequence[int], root: Hashable = None) -> int:
+        """A new sequence that holds the longest known beginning of `token_ids`, in whole pages, under the same root;
+        its `length` tells how long that is. Pages are shared with those that hold them.
+
+        A beginning is known if each group still has those of its pages that a query after it may see: all of them under
+        `causal()`, the last few under a window.
+        """
+        names = self._prefixes.find(root, token_ids) if self._looks_back else []
+        found = [group.find(names) for group in self.groups]
+        count, last = len(names), -1
+        while count != last:  # what one group allows may be too little or too much for another
+            last = count
+            for group, found_P in zip(self.groups, found, strict=True):
+                count = group.usable(found_P[:count])
+        if not count:
+            return self.new(root)
+        sequence = self._begin(count * self.page)
+        for group, found_P in zip(self.groups, found, strict=True):
+            group.adopt(sequence, found_P[:count])
+        self._prefixes.start(sequence, root, names[:count])
+        return sequence
+
+    def free_pages(self) -> list[int]:
+        """Pages that can still be taken, by group."""
+        return [group.free_pages for group in self.groups]
+
+    def room(self, sequence: int, taken: Sequence[int] | None = None) -> int:
+        """The most tokens that can be appended, where others are to take `taken` pages by group. Pages that no later
+        query sees are given back first."""
+        length, least = self._lengths[sequence], sys.maxsize
+        for group, promised in zip(self.groups, taken or [0] * len(self.groups), strict=True):
+            group.give_back(sequence, length)
+            least = min(least, group.room(sequence, length, group.free_pages - promised))
+        return least
+
+    def need(self, sequence: int, count: int) -> list[int]:
+        """Pages that `count` more tokens take, by group."""
+        length = self._lengths[sequence]
+        return [group.need(sequence, length, count) for group in self.groups]
 
     def append(self, sequences: Sequence[int], counts: Sequence[int]) -> Slots:
         """Make room for `counts[i]` more tokens of `sequences[i]` and count them as held; `write` fills them.
@@ -200,11 +265,11 @@ class KVCache:
 
     def fork(self, sequence: int) -> int:
         """A new sequence with the same tokens. Pages are shared until one of the two writes."""
-        twin = self.new()
-        self._lengths[twin] = self._lengths[sequence]
+        twin = self._begin(self._lengths[sequence])
         for group, settled in zip(self.groups, self._settled, strict=True):
             group.fork(sequence, twin)
             settled[twin] = settled[sequence].copy()
+        self._prefixes.fork(sequence, twin)
         return twin
 
     def truncate(self, sequence: int, length: int) -> None:
@@ -217,6 +282,7 @@ class KVCache:
         for group, settled in zip(self.groups, self._settled, strict=True):
             group.truncate(sequence, length)
             settled[sequence].clear()
+        self._prefixes.truncate(sequence, length // self.page)
         self._lengths[sequence] = length
 
     def free(self, sequence: int) -> None:
@@ -224,6 +290,7 @@ class KVCache:
         for group, settled in zip(self.groups, self._settled, strict=True):
             group.free(sequence)
             del settled[sequence]
+        self._prefixes.free(sequence)
         del self._lengths[sequence]
 
     def _copy_page(self, group: PageGroup, source: int, target: int) -> None:

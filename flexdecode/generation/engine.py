@@ -23,20 +23,47 @@ from flexdecode.models.decoder import Decoder
 
 
 class Engine:
-    """`clock` returns seconds; a test may supply its own."""
+    """`clock` returns seconds; a test may supply its own. `computed_tokens` counts what went through the model."""
 
     def __init__(self, model: Decoder, config: EngineConfig, clock: Callable[[], float] = time.perf_counter) -> None:
         self.model, self.config, self._clock = model, config, clock
         self.cache = KVCache(
             model.cache_layers(), config.kv_tokens, page=config.page, dtype=model.kv_dtype, device=model.device
         )
-        self._scheduler = Scheduler(config, self.cache, model.looks_ahead)
+        self._scheduler = Scheduler(config, self.cache, model.rope_regime, model.looks_ahead)
         self._runner = Runner(model, self.cache)
         self._next = 0
+        self.computed_tokens = 0
 
-    def add(self, prompt_ids: Sequence[int], params: SamplingParams, eos_token_ids: Sequence[int] = ()) -> Request:
-        """Queue a request. `params` are resolved. Raises ValueError, naming both numbers, for what cannot be run."""
+    def add(
+        self, prompt_ids: Sequence[int], params: SamplingParams, eos_token_ids: Sequence[int] = (), priority: int = 0
+    ) -> Request:
+        """Queue a request. `params` are resolved. The lowest `priority` goes first, and of equal ones the first that
+        came. Raises ValueError, naming both numbers, for what cannot be run."""
+        return self.add_choices(prompt_ids, [params], eos_token_ids, priority)[0]
+
+    def add_choices(
+        self,
+        prompt_ids: Sequence[int],
+        params: Sequence[SamplingParams],
+        eos_token_ids: Sequence[int] = (),
+        priority: int = 0,
+    ) -> list[Request]:
+        """Queue a request for each of `params`, all with one prompt, which is computed once for as many as can run
+        together (`max_running`). Their tokens are those of requests that were added one by one."""
         prompt = self._checked(prompt_ids)
+        requests = [self._request(prompt, own, eos_token_ids, priority) for own in params]
+        going = [request for request in requests if request.finish_reason is None]
+        for request in going:
+            self._scheduler.check(request)
+        if going:
+            going[0].followers = going[1:]
+            self._scheduler.add(going[0])
+        return requests
+
+    def _request(
+        self, prompt: tuple[int, ...], params: SamplingParams, eos_token_ids: Sequence[int], priority: int
+    ) -> Request:
         params.validate(self.model.config.vocab_size)
         limit = self.config.max_context
         budget = limit - len(prompt)
@@ -53,14 +80,13 @@ class Engine:
             max_tokens=budget if asked is None else asked,
             sampler=Sampler(params, prompt, self.model.config.vocab_size, eos_token_ids, self.model.device),
             eos_token_ids=frozenset(eos_token_ids),
+            priority=priority,
             clock=self._clock,
             submitted=self._clock(),
         )
         self._next += 1
         if request.max_tokens == 0:
             request.finish_reason = "length"
-        else:
-            self._scheduler.add(request)
         return request
 
     def _checked(self, prompt_ids: Sequence[int]) -> tuple[int, ...]:
@@ -83,20 +109,61 @@ class Engine:
 
     def step(self) -> list[Request]:
         """Run one step; returns the requests that got a token or ended. A request whose logits are not finite ends
-        with `error` set, and only that one."""
-        self._scheduler.admit()
-        self._renew_stale_keys()
+        with `error` set, and only that one. Where the model raises, what was to be computed waits to be run again."""
         works = self._scheduler.schedule()
-        if not works:
-            return []
-        logits_RV = self._runner.run(works)
-        advanced = []
-        for row, work in enumerate(w for w in works if w.completes):
-            self._sample(work.request, logits_RV[row])
-            advanced.append(work.request)
-            if work.request.finish_reason is not None:
-                self._scheduler.remove(work.request)
+        assert works or not self.busy, "the first request can always go on"
+        advanced: list[Request] = []
+        try:
+            logits_RV = self._runner.run(works) if works else None
+            rows = iter(() if logits_RV is None else logits_RV)
+            for work in works:
+                self._advance(work, next(rows) if work.completes else None, advanced)
+        except BaseException:
+            for work in works:
+                self._undo(work.request)
+            raise
+        finally:
+            for request in advanced:
+                if request.finish_reason is not None:
+                    self._scheduler.remove(request)
         return advanced
+
+    def _advance(self, work: Work, logits_V: Tensor | None, advanced: list[Request]) -> None:
+        """Sample for a request and for those that waited for the same prompt, and let its pages be found."""
+        request = work.request
+        self.computed_tokens += work.count
+        if logits_V is not None:
+            advanced.append(request)
+            self._sample(request, logits_V)
+        if request.error is None and self.config.prefix_reuse:
+            self._remember(request)
+        if logits_V is None:
+            return
+        while request.followers:
+            follower = request.followers[0]
+            if follower.finish_reason is None:
+                advanced.append(follower)
+                self._sample(follower, logits_V)
+                if follower.finish_reason is None:
+                    self._scheduler.fork(request, follower)
+            del request.followers[0]
+
+    def _undo(self, request: Request) -> None:
+        """After a step that broke off: what it was to compute waits, and who would have followed goes alone."""
+        if request.output_ids:
+            for follower in request.followers:
+                if follower.finish_reason is None:
+                    self._scheduler.add(follower)
+            request.followers = []
+        if request.finish_reason is None:
+            self._scheduler.preempt(request)
+
+    def _remember(self, request: Request) -> None:
+        """Tell the cache the tokens of pages that have become full."""
+        assert request.sequence is not None
+        page = self.config.page
+        for start in range(self.cache.remembered(request.sequence), request.cached - page + 1, page):
+            self.cache.remember(request.sequence, request.tokens(start, start + page))
 
     def _sample(self, request: Request, logits_V: Tensor) -> None:
         try:
@@ -108,15 +175,6 @@ class Engine:
         if choice.logprob is not None:
             logprob = TokenLogprob(choice.token_id, choice.logprob, choice.top)
         request.accept(choice.token_id, logprob)
-
-    def _renew_stale_keys(self) -> None:
-        """Where a sequence has outgrown its rope regime, every cached key is of the wrong angle: start it anew."""
-        for request in self._scheduler.running:
-            regime = self.model.rope_regime(request.length)
-            if regime != request.regime and request.cached and request.sequence is not None:
-                self.cache.truncate(request.sequence, 0)
-                request.cached = 0
-            request.regime = regime
 
     def abort(self, request: Request) -> None:
         """End a request now and give back what it held. One that has ended already stays as it is."""
@@ -132,8 +190,8 @@ class Engine:
 
     def logits(self, token_ids: Sequence[int], chunk: int | None = None) -> Tensor:
         """fp32 logits [tokens, vocab] at every position, computed `chunk` tokens a step (all of them, for None, up to
-        the engine's prefill_chunk). Does not disturb running requests. Under a mask that looks ahead there is one
-        step, and a smaller chunk a ValueError."""
+        the engine's prefill_chunk). Running requests keep their tokens; where there is no room beside them they are
+        preempted. Under a mask that looks ahead there is one step, and a smaller chunk a ValueError."""
         prompt = self._checked(token_ids)
         size = self.config.prefill_chunk if chunk is None else chunk
         if self.model.looks_ahead:
@@ -150,8 +208,16 @@ class Engine:
         request = Request(-1, prompt, params, 0, sampler, frozenset())
         request.sequence = self.cache.new()
         try:
-            starts = range(0, len(prompt), size)
-            works = [Work(request, start, min(size, len(prompt) - start)) for start in starts]
-            return torch.cat([self._runner.run_all(work) for work in works])
+            return torch.cat([self._logits(request, start, size) for start in range(0, len(prompt), size)])
         finally:
             self.cache.free(request.sequence)
+
+    def _logits(self, request: Request, start: int, size: int) -> Tensor:
+        assert request.sequence is not None
+        work = Work(request, start, min(size, len(request.prompt_ids) - start))
+        if not self._scheduler.make_room(request.sequence, work.count):
+            raise ValueError(
+                f"{work.count} tokens after {start} do not fit into a cache of {self.config.kv_tokens}; give fewer or "
+                "enlarge it (kv_tokens)"
+            )
+        return self._runner.run_all(work)

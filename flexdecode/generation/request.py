@@ -11,11 +11,13 @@ from flexdecode.generation.results import FinishReason, Stats, TokenLogprob
 from flexdecode.generation.sampler import Sampler
 
 
-@dataclass
+@dataclass(eq=False)
 class Request:
     """One prompt and what came of it. `params` are resolved and validated; `max_tokens` is set.
 
     `cached` counts the tokens whose keys are in the cache; `regime` is the rope regime under which they were made.
+    Requests are served by `priority`, lower first, and then as they came. `followers` are further answers to the same
+    prompt, which wait for it to be computed.
     """
 
     number: int
@@ -24,10 +26,14 @@ class Request:
     max_tokens: int
     sampler: Sampler
     eos_token_ids: frozenset[int]
+    priority: int = 0
     clock: Callable[[], float] = time.perf_counter
     sequence: int | None = None
     cached: int = 0
     regime: tuple[int, ...] = ()
+    followers: list[Request] = field(default_factory=list)
+    reused: int | None = None  # tokens of the prompt that were found when it was first admitted
+    preemptions: int = 0
     output_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
     finish_reason: FinishReason | None = None
@@ -38,9 +44,19 @@ class Request:
     last_token: float = 0.0
 
     @property
+    def order(self) -> tuple[int, int]:
+        """Its place among all requests."""
+        return self.priority, self.number
+
+    @property
     def length(self) -> int:
         """Tokens known so far, the prompt's included."""
         return len(self.prompt_ids) + len(self.output_ids)
+
+    @property
+    def most_cached(self) -> int:
+        """Tokens that can ever be in the cache: the last sampled one is never read back."""
+        return len(self.prompt_ids) + max(0, self.max_tokens - 1)
 
     def tokens(self, start: int, stop: int) -> list[int]:
         """Token ids [start, stop) of prompt and output."""
@@ -73,4 +89,6 @@ class Request:
             prefill_seconds=first - (self.started or self.submitted),
             decode_seconds=max(0.0, self.last_token - self.first_token),
             time_to_first_token=first - self.submitted,
+            reused_tokens=self.reused or 0,
+            preemptions=self.preemptions,
         )

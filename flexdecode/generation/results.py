@@ -23,17 +23,23 @@ class TokenLogprob:
 @dataclass(frozen=True)
 class Stats:
     """Figures of one request. Time to first token runs from submission to the first sampled token and so includes
-    the prefill; decode time runs from the first sampled token to the last."""
+    the prefill; decode time runs from the first sampled token to the last. `reused_tokens` of the prompt were found in
+    the cache and not computed for this request; `preemptions` counts how often it had to give its room in the cache to
+    another and was computed anew."""
 
     prompt_tokens: int
     new_tokens: int
     prefill_seconds: float
     decode_seconds: float
     time_to_first_token: float
+    reused_tokens: int = 0
+    preemptions: int = 0
 
     @property
     def prefill_tokens_per_second(self) -> float:
-        return self.prompt_tokens / self.prefill_seconds if self.prefill_seconds > 0 else 0.0
+        """Of the tokens that were computed."""
+        computed = self.prompt_tokens - self.reused_tokens
+        return computed / self.prefill_seconds if self.prefill_seconds > 0 else 0.0
 
     @property
     def decode_tokens_per_second(self) -> float:

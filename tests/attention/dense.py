@@ -360,4 +360,9 @@ def fill_unused(cache: KVCache, value: float) -> None:
 def state(cache: KVCache) -> Any:
     """All that a cache knows of its sequences and pages."""
     tables = [[g.table(s) for s in sorted(cache.lengths)] for g in cache.groups]
-    return cache.lengths, tables, [sorted(g._free) for g in cache.groups], [list(g._references) for g in cache.groups]
+    return (
+        cache.lengths,
+        tables,
+        [sorted(g.pool._free) for g in cache.groups],
+        [list(g.pool._references) for g in cache.groups],
+    )

@@ -54,7 +54,7 @@ def content(tokens: list[int], layer: int) -> tuple[Tensor, Tensor]:
 
 
 class CacheMachine(RuleBasedStateMachine):
-    """new, append, fork, truncate and free in any order, against plain lists."""
+    """new, append, fork, truncate, free, remember and adopt in any order, against plain lists."""
 
     @initialize(page=st.sampled_from([1, 3, 16, 64]), pages=st.integers(2, 24))
     def start(self, page: int, pages: int) -> None:
@@ -65,6 +65,7 @@ class CacheMachine(RuleBasedStateMachine):
             kv.k_CSD.fill_(math.nan)
             kv.v_CSD.fill_(math.nan)
         self.tokens: dict[int, list[int]] = {}
+        self.past: list[list[int]] = []  # what sequences held when their pages were told
         self.gone: dict[int, list[set[int]]] = {}  # by sequence and group, the pages that were given back
         self.count = 0
 
@@ -111,6 +112,32 @@ class CacheMachine(RuleBasedStateMachine):
         more = math.ceil((length + count) / self.page) - math.ceil(length / self.page)
         holders = sum(table[-1:] == self.cache.groups[group].table(s)[len(table) - 1 :][:1] for s in self.tokens)
         return more + (1 if count and length % self.page and holders > 1 else 0)
+
+    @precondition(lambda self: self.tokens)
+    @rule(data=st.data())
+    def remember(self, data: st.DataObject) -> None:
+        sequence = self.some(data)
+        tokens, page = self.tokens[sequence], self.page
+        for start in range(self.cache.remembered(sequence), len(tokens) - page + 1, page):
+            self.cache.remember(sequence, tokens[start : start + page])
+        self.past.append(list(tokens))
+
+    @precondition(lambda self: self.past)
+    @rule(data=st.data())
+    def adopt(self, data: st.DataObject) -> None:
+        tokens = data.draw(st.sampled_from(self.past))
+        tokens = tokens[: data.draw(st.integers(0, len(tokens)))]
+        free = [g.free_pages for g in self.cache.groups]
+        sequence = self.cache.adopt(tokens)
+        assert sequence not in self.tokens
+        length = self.cache.length(sequence)
+        assert length % self.page == 0
+        assert all(a >= g.free_pages for a, g in zip(free, self.cache.groups, strict=True))
+        self.tokens[sequence] = tokens[:length]
+        pages = range(length // self.page)
+        self.gone[sequence] = [
+            {p for p in pages if all(last(key) < length for key in self.keys(p))} for last in LAST_QUERY
+        ]
 
     @precondition(lambda self: self.tokens)
     @rule(data=st.data())
@@ -195,9 +222,10 @@ class CacheMachine(RuleBasedStateMachine):
             return
         for i, group in enumerate(self.cache.groups):
             held = [n for s in self.tokens for n in group.table(s) if n != GIVEN_BACK]
-            assert sorted({*held, *group._free}) == list(range(self.pages))
-            assert not {*held} & {*group._free}
-            assert [held.count(n) for n in range(self.pages)] == group._references
+            free = [*group.pool._free, *group.pool._idle]
+            assert sorted({*held, *free}) == list(range(self.pages))
+            assert len(free) == len({*free} - {*held})
+            assert [held.count(n) for n in range(self.pages)] == group.pool._references
             for s in self.tokens:
                 assert {p for p, number in enumerate(group.table(s)) if number == GIVEN_BACK} == self.gone[s][i]
                 assert group.has_holes(s) == bool(self.gone[s][i])

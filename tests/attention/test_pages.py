@@ -116,7 +116,7 @@ def test_addresses_beyond_32_bits() -> None:
     """int32 offsets into a pool wrapped: page numbers are int32, slots int64."""
     page = 2**20
     group = group_of(page, 5000)
-    group._free = [2500, 4999]
+    group.pool._free = [2500, 4999]
     first, last = grown(group, 0, 0, 1), grown(group, 0, 1, page)
     assert first == [2500 * page]
     assert last[-1] == 4999 * page

@@ -197,6 +197,8 @@ def test_json_is_one_object_on_stdout(capsys: pytest.CaptureFixture[str], monkey
         "prefill_seconds",
         "decode_seconds",
         "time_to_first_token",
+        "reused_tokens",
+        "preemptions",
         "prefill_tokens_per_second",
         "decode_tokens_per_second",
         "peak_memory_bytes",

@@ -1,4 +1,4 @@
-"""The engine: a request's tokens do not depend on its neighbours, on chunks, or on what ran before."""
+"""The engine: requests come and go, are refused, end, and are counted."""
 
 from __future__ import annotations
 
@@ -8,14 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
-from flexdecode import LLM, SamplingParams
+from flexdecode import LLM
 from flexdecode.config import EngineConfig
 from flexdecode.generation.engine import Engine
-from flexdecode.generation.request import Request
 from tests.checkpoints import tiny
+from tests.generation.running import engine, params, run
 from tests.oracles import assert_close, expected, ids
 
 
@@ -24,29 +22,6 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     d = tmp_path_factory.mktemp("model")
     tiny(d, request.param)
     return LLM(d, dtype="fp32").engine.model
-
-
-def engine(model: Any, **options: Any) -> Engine:
-    config = {"max_context": 256, "kv_tokens": 2048, "page": 16, "prefill_chunk": 64} | options
-    return Engine(model, EngineConfig(**config))
-
-
-def params(new: int, **options: Any) -> SamplingParams:
-    return SamplingParams(max_tokens=new, ignore_eos=True, **({"temperature": 0.0} | options)).resolve({})
-
-
-def run(e: Engine, *requests: Request) -> list[list[int]]:
-    while e.busy:
-        e.step()
-    return [r.output_ids for r in requests]
-
-
-@pytest.mark.parametrize("chunk", [1, 17, 512])
-def test_chunks_and_neighbours_change_nothing(model: Any, chunk: int) -> None:
-    prompts = [ids(n, seed=n) for n in (1, 15, 16, 17, 33, 70)]
-    alone = [run(e, e.add(p, params(20)))[0] for p in prompts for e in [engine(model)]]
-    e = engine(model, prefill_chunk=chunk)
-    assert run(e, *[e.add(p, params(20)) for p in prompts]) == alone
 
 
 def test_requests_that_come_and_go_at_any_time(model: Any) -> None:
@@ -59,21 +34,6 @@ def test_requests_that_come_and_go_at_any_time(model: Any) -> None:
         e.step()
     assert run(e, *requests) == alone
     assert e.cache.lengths == {}
-
-
-def test_a_full_cache_makes_requests_wait(model: Any) -> None:
-    """Admission counts all that a request can need, so a running one is never short of a page."""
-    prompts = [ids(40, seed=n) for n in range(6)]
-    alone = [run(e, e.add(p, params(30)))[0] for p in prompts for e in [engine(model)]]
-    e = engine(model, max_context=128, kv_tokens=160)  # two requests of 40 + 29 tokens, in pages of 16
-    requests = [e.add(p, params(30)) for p in prompts]
-    most = 0
-    while e.busy:
-        e.step()
-        most = max(most, len(e.cache.lengths))
-    assert most == 2
-    assert [r.output_ids for r in requests] == alone
-    assert e.cache.free_tokens() == 160
 
 
 def test_abort_at_every_stage_frees_everything(model: Any) -> None:
@@ -100,29 +60,6 @@ def test_a_sampled_request_draws_the_same_beside_others(model: Any) -> None:
     neighbours = [params(25, temperature=t, seed=s) for t, s in ((1.0, 11), (0.7, 12), (0.0, None))]
     requests = [e.add(ids(12), own), *[e.add(ids(30, seed=i), p) for i, p in enumerate(neighbours)]]
     assert run(e, *requests)[0] == wanted
-
-
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(data=st.data())
-def test_random_schedules_against_one_at_a_time(tiny_llama: Any, data: st.DataObject) -> None:
-    e = engine(
-        tiny_llama, prefill_chunk=data.draw(st.integers(1, 40)), kv_tokens=data.draw(st.sampled_from([256, 512]))
-    )
-    cases = data.draw(st.lists(st.tuples(st.integers(1, 60), st.integers(1, 12)), min_size=1, max_size=6))
-    requests: list[tuple[Request, int, int]] = []
-    for length, new in cases:
-        requests.append((e.add(ids(length, seed=length), params(new)), length, new))
-        for _ in range(data.draw(st.integers(0, 4))):
-            e.step()
-        if data.draw(st.integers(0, 5)) == 0:
-            e.abort(requests[data.draw(st.integers(0, len(requests) - 1))][0])
-    run(e)
-    for request, length, new in requests:
-        lone = engine(tiny_llama)
-        wanted = run(lone, lone.add(ids(length, seed=length), params(new)))[0]
-        assert request.output_ids == wanted[: len(request.output_ids)]
-        assert request.finish_reason == "abort" or request.output_ids == wanted
-    assert e.cache.free_tokens() == e.config.kv_tokens
 
 
 @pytest.fixture(scope="module")
@@ -194,3 +131,22 @@ def test_the_clock_defines_the_figures(tiny_llama: Any) -> None:
     assert (stats.time_to_first_token, stats.prefill_seconds, stats.decode_seconds) == (2.0, 1.0, 3.0)
     assert stats.prefill_tokens_per_second == 10.0
     assert stats.decode_tokens_per_second == 1.0
+
+
+@pytest.mark.parametrize("option", ["max_context", "kv_tokens", "page", "max_running", "prefill_chunk"])
+def test_an_engine_needs_some_of_everything(option: str) -> None:
+    with pytest.raises(ValueError, match=f"{option} must be at least 1, got 0"):
+        EngineConfig(**({"max_context": 64, "kv_tokens": 64} | {option: 0}))
+
+
+def test_logits_take_the_room_of_running_requests_for_a_while(tiny_llama: Any) -> None:
+    """They are preempted and go on afterwards; what does not fit even so is refused with both numbers."""
+    wanted = run(e := engine(tiny_llama), e.add(ids(40), params(20)))[0]
+    e = engine(tiny_llama, kv_tokens=80)
+    request = e.add(ids(40), params(20))
+    e.step()
+    assert_close(e.logits(ids(70)), engine(tiny_llama).logits(ids(70)))
+    assert request.preemptions == 1
+    with pytest.raises(ValueError, match="32 tokens after 64 do not fit into a cache of 80"):
+        e.logits(ids(96), 32)
+    assert run(e, request) == [wanted]

@@ -55,3 +55,15 @@ def test_stats_of_a_request_without_tokens_are_finite() -> None:
     assert stats.new_tokens == 0
     assert stats.decode_tokens_per_second == 0.0
     assert stats.decode_seconds == 0.0
+
+
+def test_the_last_token_needs_no_room() -> None:
+    assert [request(n).most_cached for n in (0, 1, 2, 9)] == [3, 3, 4, 11]
+
+
+def test_requests_are_told_apart_by_identity_and_ordered_by_priority_and_number() -> None:
+    a, b = request(1), request(1)
+    assert a != b
+    assert len({a, b}) == 2
+    a.priority, b.number = 1, 5
+    assert sorted([a, b], key=lambda r: r.order) == [b, a]

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from flexdecode import LLM, SamplingParams
-from tests.checkpoints import PAD, edit_config, puppet, tiny
+from tests.checkpoints import PAD, byte_tokenizer, edit_config, puppet, tiny
 from tests.llm.asking import GREEDY, load
 from tests.oracles import expected, ids
 
@@ -160,3 +160,26 @@ def test_describe_tells_what_was_chosen(tmp_path: Path) -> None:
     assert report["max_context"] == 256
     edit_config(tmp_path, attn_logit_softcapping=None)
     assert set(load(tmp_path).describe()["attention_backends"].values()) == {"cpu"}
+
+
+def test_a_chat_computes_what_is_new_in_a_turn(tmp_path: Path) -> None:
+    """The second turn quotes the first answer; its tokens are known by what they are, not by who brought them."""
+    said = "".join(chr(n) for n in range(48, 123))  # 75 bytes, each once
+    puppet(tmp_path, said, prompt_last=ord("\n"))
+    turns = "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '\n' }}{% endfor %}"
+    byte_tokenizer(tmp_path, turns)
+    llm = load(tmp_path)
+    talk = [{"role": "user", "content": "Count!" * 12}]
+    first = llm.chat(talk, SamplingParams(max_tokens=75, **GREEDY))
+    assert (first.text, first.stats.reused_tokens) == (said, 0)
+    prompt = len("user: \n") + 72
+    # The template writes "assistant: " before the answer, so its tokens stand elsewhere: one page is common.
+    talk += [{"role": "assistant", "content": first.text}, {"role": "user", "content": "And on."}]
+    second = llm.chat(talk, SamplingParams(max_tokens=75, **GREEDY))
+    assert (second.text, second.stats.reused_tokens) == (said, prompt // 64 * 64)
+    plain = "{% for m in messages %}{{ m['content'] + '\n' }}{% endfor %}"
+    byte_tokenizer(tmp_path, plain)
+    llm = load(tmp_path)
+    assert llm.chat(talk[:1], SamplingParams(max_tokens=75, **GREEDY)).text == said
+    second = llm.chat(talk, SamplingParams(max_tokens=75, **GREEDY))
+    assert (second.text, second.stats.reused_tokens) == (said, (73 + 74) // 64 * 64)
