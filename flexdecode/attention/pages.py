@@ -136,6 +136,8 @@ class PageGroup:
         self.give_back(sequence, length)
         while table.count * page < length + count:
             table.append(self.pool.take())
+        if count == 1:
+            return np.array([int(table.numbers[length // page]) * page + length % page])
         positions = np.arange(length, length + count)
         return table.numbers[positions // page].astype(np.int64) * page + positions % page
 

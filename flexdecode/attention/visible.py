@@ -7,12 +7,13 @@ the queries, or (head of the group, query) where heads see different keys.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from flexdecode.attention.masks import UNBOUNDED, Ints, Mask, Queries, Seen
+from flexdecode.attention.masks import UNBOUNDED, Causal, Ints, Mask, Queries, Seen
 
 BLOCK = 64  # keys that share a word of bits; block n holds positions 64·n … 64·n + 63
 
@@ -80,6 +81,8 @@ def visible(
 
     `settled` is the sequence's, for queries that only move on.
     """
+    if len(q_idx_Q) == 1 and isinstance(mask, Causal) and int(q_idx_Q[0]) == length - 1:
+        return _whole(-(-length // BLOCK))  # decoding, as most do it: there is nothing to find out
     q = Queries(int(q_idx_Q.min()), int(q_idx_Q.max()) + 1)
     group = heads // kv_heads
     if not mask.per_head:
@@ -108,6 +111,12 @@ def visible(
         bits = _bits(mask, batch, np.arange(c * group, (c + 1) * group), q_idx_Q, partial, length)
         found.append((c, _assemble(full, partial, bits[0] if len(bits) == 1 else _rows(bits), length)))
     return found
+
+
+@lru_cache(maxsize=128)  # a block's steps share it
+def _whole(blocks: int) -> list[tuple[int | None, Visible]]:
+    """All of so many blocks, for all heads."""
+    return [(None, Visible(np.arange(blocks, dtype=np.int32), np.full(blocks, -1, np.int32), _NO_WORDS))]
 
 
 def keys_held(mask: Mask, length: int) -> int:

@@ -182,8 +182,8 @@ def likeliest(values_V: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
 
 def _nucleus(scaled_V: Tensor, top_p: float) -> tuple[Tensor, Tensor]:
-    """Top-p over all tokens without sorting them all, in no special order: a histogram of the probabilities over the
-    logits tells in which narrow bucket the sum reaches top_p, and only that bucket is sorted."""
+    """Top-p over all tokens without sorting them all, by id: a histogram of the probabilities over the logits tells in
+    which narrow bucket the sum reaches top_p, and only that bucket is sorted."""
     bucket_V = (scaled_V * -_BUCKETS_PER_NAT).clamp(max=_LAST_BUCKET).long()
     mass = torch.bincount(bucket_V, weights=scaled_V.exp().double(), minlength=_LAST_BUCKET + 1)
     total = mass.sum()
@@ -194,7 +194,8 @@ def _nucleus(scaled_V: Tensor, top_p: float) -> tuple[Tensor, Tensor]:
     values, order = scaled_V[ids].sort(descending=True, stable=True)
     left = top_p - (float(gathered[edge - 1]) if edge else 0.0)
     inside = _inside(values.double().exp() / total, left)
-    kept = torch.cat((above, ids[order[inside]]))
+    # By id: in the order of buckets a logit's last bit could move a token, and with it what a seed draws.
+    kept = torch.cat((above, ids[order[inside]])).sort().values
     return scaled_V[kept], kept
 
 

@@ -97,6 +97,10 @@ class Stack:
         self._count += 1
         return self._count - 1
 
+    def finish(self, weight_D: Tensor, eps: float) -> None:
+        """RMSNorm what comes out of the last block."""
+        self._object.finish(_fp32(weight_D), eps)
+
     def hold(
         self,
         block: int,

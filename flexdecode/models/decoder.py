@@ -118,7 +118,7 @@ class Decoder(nn.Module):
         if self.device.type != "cpu" or ops.attend_unsupported("cpu", self.dtype, self.kv_dtype) is not None:
             return None
         masks = list(dict.fromkeys(self.masks))
-        stack = LayerStack(self.config.layers, self.layers, [masks.index(mask) for mask in self.masks])
+        stack = LayerStack(self.config.layers, self.layers, self.norm, [masks.index(mask) for mask in self.masks])
         return stack if stack.useful else None
 
     def cache_layers(self) -> list[CacheLayer]:
@@ -165,10 +165,9 @@ class Decoder(nn.Module):
         if self.config.embedding_multiplier != 1.0:
             x_TD = x_TD * self.config.embedding_multiplier
         if self.stack is not None and self.stack.serves(len(tokens_T), step):
-            x_TD = self.stack.run(x_TD, step)
-        else:
-            for layer in self.layers:
-                x_TD = layer(x_TD, step)
+            return self.stack.run(x_TD, step)
+        for layer in self.layers:
+            x_TD = layer(x_TD, step)
         out: Tensor = self.norm(x_TD)
         return out
 

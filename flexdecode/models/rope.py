@@ -17,6 +17,8 @@ from torch import Tensor
 
 from flexdecode.config import RopeConfig
 
+_AHEAD = 64  # positions whose angles are computed together: a decoding sequence needs one after the other
+
 
 def regime(rope: RopeConfig, length: int) -> int:
     """Two lengths with equal regimes share all frequencies; a change makes every cached key stale."""
@@ -104,6 +106,8 @@ class Rope:
         self.config, self.device = config, device
         self.scaling = attention_scaling(config)
         self._inv: dict[int, NDArray[np.float64]] = {}
+        # From which position on, in which regime, cos and sin.
+        self._ahead: tuple[int, int, Tensor, Tensor] = (0, -1, torch.empty(0), torch.empty(0))
 
     def _frequencies(self, length: int) -> NDArray[np.float64]:
         key = regime(self.config, length)
@@ -116,14 +120,26 @@ class Rope:
     def tables(self, positions_T: Tensor, lengths: list[int], counts: list[int]) -> tuple[Tensor, Tensor]:
         """fp32 cos and sin [T, 1, rotary_dim / 2] for packed positions; sequence i has `counts[i]` of them and is
         `lengths[i]` tokens long in all."""
-        # By numpy, which has a step's few angles done while torch would still be finding its functions.
-        angles = positions_T.cpu().numpy().astype(np.float64)[:, None]
+        positions = positions_T.cpu().numpy()
         regimes = {regime(self.config, length) for length in lengths}
         if len(regimes) == 1:
-            angles = angles * self._frequencies(lengths[0])
-        else:
-            each = [self._frequencies(n) for n in lengths]
-            angles = angles * np.repeat(np.stack(each), counts, axis=0)
+            first, count = int(positions[0]), len(positions)
+            if count <= _AHEAD and int(positions[-1]) == first + count - 1 and self.config.type != "dynamic":
+                return self._near(first, count, lengths[0], regimes.pop())
+            return self._turns(positions[:, None] * self._frequencies(lengths[0]))
+        each = [self._frequencies(n) for n in lengths]
+        return self._turns(positions[:, None] * np.repeat(np.stack(each), counts, axis=0))
+
+    def _near(self, first: int, count: int, length: int, key: int) -> tuple[Tensor, Tensor]:
+        """Of a run of positions, from a table that holds those of the next steps, too."""
+        at, of, cos, sin = self._ahead
+        if key != of or not at <= first <= first + count <= at + _AHEAD:
+            cos, sin = self._turns(np.arange(first, first + _AHEAD)[:, None] * self._frequencies(length))
+            at, *_ = self._ahead = first, key, cos, sin
+        rows = slice(first - at, first - at + count)
+        return cos[rows], sin[rows]
+
+    def _turns(self, angles: NDArray[np.float64]) -> tuple[Tensor, Tensor]:
         cos, sin = (torch.from_numpy((x * self.scaling).astype(np.float32)) for x in (np.cos(angles), np.sin(angles)))
         return cos[:, None].to(self.device), sin[:, None].to(self.device)
 

@@ -27,9 +27,11 @@ Half = Callable[[Tensor, Step], Tensor]
 
 
 class LayerStack:
-    """Runs `layers` from first to last. `groups[i]` is the cache's group of layer i."""
+    """Runs `layers` from first to last, and the `norm` behind them. `groups[i]` is the cache's group of layer i."""
 
-    def __init__(self, configs: Sequence[LayerConfig], layers: Sequence[Layer], groups: Sequence[int]) -> None:
+    def __init__(
+        self, configs: Sequence[LayerConfig], layers: Sequence[Layer], norm: RMSNorm, groups: Sequence[int]
+    ) -> None:
         self.kernel = ops.Stack()
         self._groups = tuple(groups)
         self._attention: dict[int, int] = {}  # layer -> block
@@ -49,6 +51,15 @@ class LayerStack:
                 self._extend(self.kernel.add(mlp))
             else:
                 self._parts.append(layer.feed)
+        if isinstance(self._parts[-1], tuple):
+            self.kernel.finish(norm.weight, norm.eps)
+        else:
+            self._parts.append(lambda x_TD, _: norm(x_TD))
+
+    @property
+    def whole(self) -> bool:
+        """Whether the kernels run all of it."""
+        return len(self._parts) == 1 and self.useful
 
     @property
     def useful(self) -> bool:
@@ -67,7 +78,7 @@ class LayerStack:
         return tokens <= self.most_tokens and all(plan.few for plan in step.plans)
 
     def run(self, x_TD: Tensor, step: Step) -> Tensor:
-        """[T, D], maybe x_TD itself, changed."""
+        """Final hidden states [T, D], normalized; maybe x_TD itself, changed."""
         if self._cache is not step.cache:
             self._bind(step.cache)
         groups = [(step.slots.by_group[i], cpu.packed(plan)) for i, plan in enumerate(step.plans)]

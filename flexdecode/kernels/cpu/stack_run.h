@@ -23,6 +23,7 @@ struct StackCall {
   int64_t tokens, hidden;
   Float type;
   int64_t split;
+  Norm last;       // of what comes out, or the identity
   int64_t* spent;  // nanoseconds by phase, or null
 };
 
@@ -324,6 +325,12 @@ inline void StackRun::mlp(Member& m, int64_t index) {
 inline void StackRun::work(Team& team, int64_t rank, char* scratch) {
   Member m{team, rank, scratch, std::chrono::steady_clock::now()};
   for (int64_t i = 0; i < call_.count; ++i) call_.blocks[i].is_attention ? attention(m, i) : mlp(m, i);
+  if (!call_.last.weight) return;
+  const int64_t row = call_.hidden * element();
+  int64_t first, last;
+  team.share(rank, call_.tokens, first, last);
+  for (int64_t t = first; t < last; ++t) point_.norm(call_.x + t * row, call_.x + t * row, call_.last, call_.hidden, call_.type);
+  wait(m, Phase::norm);
 }
 
 }  // namespace flex
