@@ -57,10 +57,10 @@ class Profile:
 
     def _watched(self) -> Iterator[tuple[str, nn.Module]]:
         model = self._model
-        yield "embedding", model.embed
         yield "head", model.head
         if model.stack is not None and model.stack.whole:
             return  # nothing else is called, and what is watched takes longer
+        yield "embedding", model.embed
         yield "norms", model.norm
         for layer in model.layers:
             yield "qkv", layer.attention.qkv

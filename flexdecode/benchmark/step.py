@@ -22,7 +22,7 @@ from flexdecode.models.linear import Linear
 from flexdecode.models.mlp import Mlp
 from flexdecode.models.moe import Moe
 
-_PROFILED, _PRODUCTS = "profiled", "products"
+_PRODUCTS = "products"
 
 
 @torch.inference_mode()
@@ -35,26 +35,21 @@ def measure(llm: LLM, model: str, context: int, repetitions: int) -> dict[str, A
     check_context(llm, context + steps, f"--context {context} and --repetitions {repetitions}")
     products, profile = _products(llm), Profile(llm.engine.model)
     floor = Floor(llm, context + steps // 2)
-    watched: list[float] = []
 
     def run_products() -> None:
         for module, x in products:
             module(x)
 
     with Session(llm.engine, context, steps + 1) as session:
-
-        def profiled() -> None:
-            with profile.watching():
-                watched.append(Work(session.step).seconds())
-
         session.until_first_tokens()
         works = {
             STEP: Work(session.step),
-            _PROFILED: Work(profiled),
             _PRODUCTS: Work(run_products),
             READ: Work(floor.reader),
         }
         times = rounds.run(works, repetitions)
+        with profile.watching():  # one after the other, as steps are
+            watched = [Work(session.step).seconds() for _ in range(repetitions)]
     rate = floor.reader.nbytes / times.ms(READ)
     each = {name: seconds / len(watched) for name, seconds in profile.seconds.items()}
     return {
