@@ -25,6 +25,7 @@ from flexdecode.benchmark.rows import Row, each
 _OURS = "product"
 _FEW_ROWS = 16  # up to here reading is the work
 _MOST_SECONDS = 10.0  # for all calls of one work
+_TOGETHER = 64 << 20  # bytes that products of few rows read one after the other, as in a model
 _WORK_BYTES = 1 << 30  # a reader or a product of the ceiling, activations and results
 _KINDS = {"int4": "int4", "int8-weights": "int8", "dense": "dense"}
 
@@ -102,11 +103,12 @@ def _measured(case: Product, matrix: Matrix, repetitions: int) -> Row:
         told = f"the product is off by {error:.3g} of the largest value, allowed is {TOLERANCE}"
         return {"failure": told, **found, **provenance(0, 0)}
     ceiling: Gemm | Reader = Gemm() if case.multiplies else Reader(matrix.nbytes, as_weights=True)
-    works = {_OURS: _on(ours, x_MK), "ceiling": Work(ceiling)}
+    calls = 1 if case.multiplies else max(1, _TOGETHER // matrix.nbytes)
+    works = {_OURS: _on(ours, x_MK, calls), "ceiling": Work(ceiling, calls=calls)}
     if 1 < case.rows <= _FEW_ROWS:
-        works["one_row"] = _on(ours, x_MK[:1].clone())
+        works["one_row"] = _on(ours, x_MK[:1].clone(), calls)
     if (case.rows == 1 or matrix.kind == "dense") and (theirs := matrix.torchs()) is not None:
-        works["torch"] = _on(theirs, x_MK)
+        works["torch"] = _on(theirs, x_MK, calls)
     times = rounds.run(works, repetitions, _MOST_SECONDS)
     found |= times.spread(_OURS) | _fraction(case, matrix, ceiling, times)
     if "one_row" in works:
@@ -117,8 +119,8 @@ def _measured(case: Product, matrix: Matrix, repetitions: int) -> Row:
     return {**found, **provenance(len(times.of(_OURS)), rounds.WARM_UP)}
 
 
-def _on(call: Callable[[Tensor], Tensor], x_MK: Tensor) -> Work:
-    return Work(lambda: call(x_MK))
+def _on(call: Callable[[Tensor], Tensor], x_MK: Tensor, calls: int) -> Work:
+    return Work(lambda: call(x_MK), calls=calls)
 
 
 def _fraction(case: Product, matrix: Matrix, ceiling: Gemm | Reader, times: Times) -> Row:

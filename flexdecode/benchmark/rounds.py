@@ -20,21 +20,24 @@ _LEAST = 3  # rounds that even a slow work takes part in
 @dataclass(frozen=True)
 class Work:
     """`call` is timed; `before` makes things ready for it, and is not. `most` is how many rounds it takes part in at
-    most, spread evenly over all."""
+    most, spread evenly over all. `calls` of it follow each other, and their mean is the time: what takes less than a
+    millisecond and is always one of many would else be timed as it begins."""
 
     call: Callable[[], object]
     before: Callable[[], object] | None = None
     most: int | None = None
+    calls: int = 1
 
     def seconds(self) -> float:
         """Wall time of one call, the device's work included."""
         if self.before is not None:
             self.before()
         start = time.perf_counter()
-        self.call()
+        for _ in range(self.calls):
+            self.call()
         if torch.cuda.is_available():
             torch.cuda.synchronize()
-        return time.perf_counter() - start
+        return (time.perf_counter() - start) / self.calls
 
 
 @dataclass(frozen=True)
