@@ -304,14 +304,12 @@ inline void StackRun::mlp(Member& m, int64_t index) {
   const char* x = normed(m, block.pre);
   const Out out = to(both, 2 * inner, w.bias);
   int64_t first, last;
-  if (w.parts.size() == 1 && inner % TILE == 0) {  // a tile of gates and its tile of ups, and both are done with
+  if (w.parts.size() == 1 && inner % TILE == 0) {  // a share of the gates and its share of the ups, and nobody need wait
     prepare(m, w.parts[0], x, call_.hidden);
     m.team.share(m.rank, inner / TILE, first, last);
-    for (int64_t t = first; t < last; ++t) {
-      tiles(m, w.parts[0], x, call_.hidden, out, t, t + 1);
-      tiles(m, w.parts[0], x, call_.hidden, out, inner / TILE + t, inner / TILE + t + 1);
-      for (int64_t token = 0; token < call_.tokens; ++token) gate(token, t * TILE, TILE);
-    }
+    tiles(m, w.parts[0], x, call_.hidden, out, first, last);
+    tiles(m, w.parts[0], x, call_.hidden, out, inner / TILE + first, inner / TILE + last);
+    for (int64_t token = 0; token < call_.tokens; ++token) gate(token, first * TILE, (last - first) * TILE);
   } else {
     product(m, w, x, call_.hidden, out);
     m.team.wait();
