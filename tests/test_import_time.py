@@ -27,6 +27,7 @@ VERBS = (
     "inspect",
     "env",
     "pull",
+    "quantize",
     "eval",
     "eval perplexity",
     "eval needle",

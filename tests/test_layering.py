@@ -30,7 +30,7 @@ ROOMS = (
     {"jobs"},
     {"llm"},
     {"transformers"},
-    {"evaluation", "benchmark", "serving"},  # neighbours: none uses another
+    {"evaluation", "benchmark", "serving", "quantizer"},  # neighbours: none uses another
     {"cli"},
 )
 RANK = {room: rank for rank, rooms in enumerate(ROOMS) for room in rooms}

@@ -47,6 +47,8 @@ TOPICS = {
     "llm/test_text.py": "text in a stream, through LLM",
     "models/test_memory.py": "what loading takes",
     "models/test_quantized.py": "every quantized layout against its float twin",
+    "quantizer/test_quality.py": "perplexity after quantizing",
+    "quantizer/test_readers.py": "saved files in readers that are not ours",
     "test_demo.py": "a real model against transformers",
     "test_docs.py": "what the pages say",
     "test_import_time.py": "what must not be imported",

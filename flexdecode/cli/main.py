@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import typer
 
 from flexdecode import __version__
-from flexdecode.cli import batch, bench, chat, env, eval, generate, inspect, mask, pull
+from flexdecode.cli import batch, bench, chat, env, eval, generate, inspect, mask, pull, quantize
 from flexdecode.cli.text import note, speak_plainly, tolerate_encodings
 from flexdecode.cli.verb import Debug, Session
 
@@ -24,7 +24,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for module in (generate, chat, batch, mask, inspect, env, pull):
+for module in (generate, chat, batch, mask, inspect, env, pull, quantize):
     app.command(module.NAME, help=module.HELP)(module.command)
 for group in (eval, bench):
     app.add_typer(group.app, name=group.NAME)

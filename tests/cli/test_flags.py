@@ -60,6 +60,33 @@ VERBS = {
     "eval needle": ENGINE
     | (EVALUATION - {"--limit"})
     | {"--lengths", "--depths", "--trials", "--first-trial", "--png"},
+    "quantize": {
+        "--method",
+        "--group-size",
+        "--format",
+        "--symmetric",
+        "--skip",
+        "--odd-widths",
+        "--no-clip",
+        "--next-inputs",
+        "--data",
+        "--dataset",
+        "--split",
+        "--column",
+        "--samples",
+        "--length",
+        "--seed",
+        "--dry-run",
+        "--resume",
+        "--dtype",
+        "--device",
+        "--threads",
+        "--png",
+        "--revision",
+        "--offline",
+        "--ignore-config",
+    }
+    | OUTPUT,
     "bench transformers": {"--context", "--repetitions", "--threads"},
     "bench kernels": {"--only", "--lengths", "--head-dims", "--groups", "--shapes", "--group-sizes", "--rows"}
     | {"--repetitions", "--threads", "--out"},
