@@ -123,9 +123,9 @@ class Rope:
         positions = positions_T.cpu().numpy()
         regimes = {regime(self.config, length) for length in lengths}
         if len(regimes) == 1:
-            first, count = int(positions[0]), len(positions)
-            if count <= _AHEAD and int(positions[-1]) == first + count - 1 and self.config.type != "dynamic":
-                return self._near(first, count, lengths[0], regimes.pop())
+            run = len(positions) <= _AHEAD and bool((np.diff(positions) == 1).all())
+            if run and self.config.type != "dynamic":  # there every length has angles of its own
+                return self._near(int(positions[0]), len(positions), lengths[0], regimes.pop())
             return self._turns(positions[:, None] * self._frequencies(lengths[0]))
         each = [self._frequencies(n) for n in lengths]
         return self._turns(positions[:, None] * np.repeat(np.stack(each), counts, axis=0))

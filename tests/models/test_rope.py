@@ -201,6 +201,15 @@ def test_a_batch_of_different_lengths(rope: RopeConfig) -> None:
             row += c
 
 
+def test_a_run_is_no_more_than_its_ends() -> None:
+    """Sequences of one token each whose first and last positions look like a run's; then a run, onward and back."""
+    rope = Rope(DEFAULT, CPU)
+    for steps in ([1, 1, 1, 1, 1, 6], [4, 5, 6], [7], [8, 9], [70], [69], [5, 4, 7], [3]):
+        positions = torch.tensor(steps)
+        got = rope.tables(positions, [100] * len(steps), [1] * len(steps))
+        assert_tables(got, expected(DEFAULT, positions, 100))
+
+
 @pytest.mark.parametrize("position", [0, 1, 255, 256, 257, 4095, 131_071, 1_000_000])
 @pytest.mark.parametrize("theta", [1e4, 5e5, 1e6])
 def test_long_positions_keep_their_angles(position: int, theta: float) -> None:
