@@ -140,7 +140,8 @@ class QuantConfig:
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """What an engine may use. Lengths in tokens; `kv_tokens` is the size of the cache, over all sequences. With
+    """What an engine may use. Lengths in tokens; `kv_tokens` is the size of the cache, over all sequences, and
+    `kv_tokens_by_group` where groups of layers under different masks have different room, in their order. With
     `prefix_reuse` the keys of what was computed stay in the cache while there is room, for prompts that begin alike."""
 
     max_context: int
@@ -149,6 +150,7 @@ class EngineConfig:
     max_running: int = 64
     prefill_chunk: int = 512
     prefix_reuse: bool = True
+    kv_tokens_by_group: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         for name in ("max_context", "kv_tokens", "page", "max_running", "prefill_chunk"):

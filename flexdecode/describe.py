@@ -8,22 +8,24 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
-from flexdecode.attention import masks
-from flexdecode.attention.cache import CacheLayer, bytes_per_token
-from flexdecode.attention.visible import keys_held
+import torch
+
+from flexdecode.attention.cache import bytes_per_token
+from flexdecode.attention.mods import Mods
 from flexdecode.checkpoints.source import Source
 from flexdecode.config import AttentionConfig, LayerConfig, MlpConfig, ModelConfig
 from flexdecode.families.names import Names
 from flexdecode.families.rules import check, file_names, rules
 from flexdecode.models.decoder import Decoder
 from flexdecode.models.linear import Linear
+from flexdecode.needs import sizing, weights_held
 
 
 def describe_checkpoint(
-    source: Source, config: ModelConfig, names: Names, context: int | None = None
+    source: Source, config: ModelConfig, names: Names, kv_dtype: torch.dtype = torch.bfloat16
 ) -> dict[str, Any]:
-    """Family, shape, attention kinds, bytes by part and the cache's growth, without reading a weight. With `context`,
-    the bytes of weights and of a bf16 cache at that many tokens. Raises ValueError where tensors do not fit."""
+    """Family, shape, attention kinds, bytes by part and the cache's growth, without reading a weight. Raises ValueError
+    where tensors do not fit."""
     present = frozenset(source.names())
     table = rules(config, names, present)
     check(table, names, source)
@@ -36,8 +38,7 @@ def describe_checkpoint(
                     counted.add(name)
                     parts[_part_of(target)] += source.nbytes(name)
     weights = sum(parts.values())
-    per_token = kv_bytes_per_token(config)
-    report: dict[str, Any] = {
+    return {
         "family": config.family,
         "format": source.format,
         "layers": len(config.layers),
@@ -49,16 +50,33 @@ def describe_checkpoint(
         "max_position": config.max_position,
         "weights_bytes": weights,
         "bytes_by_part": {f"{name}_bytes": size for name, size in parts.items()},
-        "kv_bytes_per_token": per_token,
+        "kv_bytes_per_token": sum(bytes_per_token(x, kv_dtype) for x in Mods().cache_layers(config.layers)),
     }
-    if context is not None:
-        if context > config.max_position:
-            raise ValueError(
-                f"{source.path}: the model's context ends at {config.max_position}, {context} was asked for"
-            )
-        cache = kv_bytes_at(config, context)
-        report["at_context"] = {"tokens": context, "kv_bytes": cache, "weights_and_kv_bytes": weights + cache}
-    return report
+
+
+def describe_needs(
+    source: Source,
+    config: ModelConfig,
+    names: Names,
+    max_context: int,
+    dtype: torch.dtype,
+    kv_dtype: torch.dtype,
+    free: int,
+) -> dict[str, Any]:
+    """What the model takes once loaded, about, and one sequence of `max_context` tokens in its cache: layers under a
+    window keep the window and a step's tokens. Beside the `free` bytes."""
+    weights = weights_held(source, rules(config, names, frozenset(source.names())), dtype)
+    sizes = sizing(config, kv_dtype)
+    cache = sizes.nbytes(sizes.one(max_context))
+    return {
+        "max_context": max_context,
+        "weights_held_bytes": weights,
+        "kv_dtype": str(kv_dtype).removeprefix("torch."),
+        "kv_bytes": cache,
+        "weights_and_kv_bytes": weights + cache,
+        "free_bytes": free,
+        "fits": weights + cache <= free,
+    }
 
 
 def describe_decoder(model: Decoder) -> dict[str, Any]:
@@ -112,21 +130,3 @@ def _part_of(target: str) -> str:
     if name in ("qkv", "out", "sinks"):
         return "attention"
     return "norms" if name.endswith("norm") else "feed_forward"
-
-
-def kv_bytes_per_token(config: ModelConfig) -> int:
-    """Bytes that one more token adds to a bf16 cache while no layer forgets."""
-    return sum(bytes_per_token(_cache_layer(x.attention)) for x in config.layers)
-
-
-def kv_bytes_at(config: ModelConfig, tokens: int) -> int:
-    """Bytes of a bf16 cache of one sequence: layers with a window keep the window."""
-    total = 0
-    for layer in config.layers:
-        shape = _cache_layer(layer.attention)
-        total += bytes_per_token(shape) * keys_held(shape.mask, tokens)
-    return total
-
-
-def _cache_layer(a: AttentionConfig) -> CacheLayer:
-    return CacheLayer(a.kv_heads, a.head_dim, masks.of(a))

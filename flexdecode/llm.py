@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import product
@@ -13,15 +14,15 @@ from torch import Tensor
 
 from flexdecode.answer import Answer
 from flexdecode.attention.algebra import MaskMod
-from flexdecode.attention.cache import bytes_per_token
 from flexdecode.attention.expressions import load_mask
 from flexdecode.attention.masks import Mask, as_mask
 from flexdecode.attention.mods import Mods
 from flexdecode.attention.scores import ScoreMod, as_score
 from flexdecode.checkpoints.open import open_source
-from flexdecode.config import EngineConfig, ModelConfig
-from flexdecode.describe import describe_checkpoint, describe_decoder
+from flexdecode.config import FlexdecodeWarning, ModelConfig
+from flexdecode.describe import describe_checkpoint, describe_decoder, describe_needs
 from flexdecode.families import resolve
+from flexdecode.families.rules import rules
 from flexdecode.generation.engine import Engine
 from flexdecode.generation.explain import Explanation, explain_step
 from flexdecode.generation.params import SamplingParams
@@ -31,8 +32,10 @@ from flexdecode.jobs import Finished, Job, UnderWay
 from flexdecode.memory import available_bytes
 from flexdecode.models.decoder import Decoder
 from flexdecode.models.load import WeightLoader
+from flexdecode.needs import settle, sizing, weights_held
 from flexdecode.text.chat_template import render
 from flexdecode.text.eos import eos_token_ids
+from flexdecode.text.overflow import fit
 from flexdecode.text.tokenizer import MissingTokenizerError, Tokenizer
 
 Prompt = str | Sequence[int]
@@ -47,9 +50,6 @@ _DTYPES = {
     "float32": torch.float32,
     "fp32": torch.float32,
 }
-_PAGE = 64
-_CACHE_SHARE = 0.5  # of the memory that is free once the weights are in
-_POOL_SEQUENCES = 4  # by default the cache holds so many sequences of full length, memory permitting
 
 
 class LLM:
@@ -61,8 +61,11 @@ class LLM:
     FlexAttention mask_mod, or a text as for `--mask`; every layer shows what both it and the model's own mask show, or
     with `replace_mask` what it shows alone. score: a score_mod, applied after the model's own. Mods are called with
     b = 0. max_context: tokens of prompt and answer together; by default what the model was made for, or less where
-    memory ends before (`describe` tells). prefix_reuse: prompts that begin alike, as the turns of a chat do, find the
-    keys of their beginning in the cache; a mod must then answer alike for as long as the LLM lives.
+    memory ends before (`describe` tells). kv_memory: what the cache may take over all sequences, in bytes or as a text
+    (`2GiB`, `512MB`, `40%` of what the weights leave free); by default room for four sequences of max_context, or half
+    of what the weights leave free. ignore_memory: load also what does not fit into free memory. prefix_reuse: prompts
+    that begin alike, as the turns of a chat do, find the keys of their beginning in the cache; a mod must then answer
+    alike for as long as the LLM lives.
     ignore_config: config keys to pass over. progress: called with ("load" | "prefill", done, total).
 
     Raises ValueError, one line with the remedy, for a checkpoint or an option that cannot be served.
@@ -80,6 +83,8 @@ class LLM:
         replace_mask: bool = False,
         score: ScoreMod | None = None,
         max_context: int | None = None,
+        kv_memory: int | str | None = None,
+        ignore_memory: bool = False,
         prefix_reuse: bool = True,
         revision: str | None = None,
         offline: bool = False,
@@ -107,9 +112,19 @@ class LLM:
         self.tokenizer = _tokenizer(self.source)
         self.eos_token_ids = eos_token_ids(self.config.eos_token_ids, self.generation_config, self.tokenizer)
         loader = WeightLoader(self.source, self.config, self._names, compute, place, self._loading)
+        held = weights_held(self.source, rules(self.config, self._names, frozenset(self.source.names())), compute)
+        config = settle(
+            str(self.source.path),
+            sizing(self.config, cached, mods),
+            held,
+            available_bytes(place),
+            self.config.max_position,
+            max_context,
+            kv_memory,
+            ignore_memory,
+        )
         with torch.inference_mode():
             decoder = Decoder(self.config, loader, attention, cached, mods)
-        config = _engine_config(self.config, decoder, max_context)
         self.engine = Engine(decoder, replace(config, prefix_reuse=prefix_reuse))
 
     @property
@@ -182,13 +197,21 @@ class LLM:
         _one(params)
         return self._stream(self._submit(self._ids(prompt), params or SamplingParams()))
 
-    def chat(self, messages: Sequence[Message], params: SamplingParams | None = None) -> Completion:
-        """Answer a conversation of {"role", "content"} messages through the model's chat template."""
-        return self.generate(self._chat_ids(messages), params)
+    def chat(
+        self, messages: Sequence[Message], params: SamplingParams | None = None, *, overflow: str = "error"
+    ) -> Completion:
+        """Answer a conversation of {"role", "content"} messages through the model's chat template.
 
-    def stream_chat(self, messages: Sequence[Message], params: SamplingParams | None = None) -> Iterator[Chunk]:
+        One that is longer than the context is an error, or under `overflow="sinks"` loses its oldest turns, never its
+        system text: see text/overflow.py. A warning tells how many messages are no longer read.
+        """
+        return self.generate(self._conversation_ids(messages, params, overflow), params)
+
+    def stream_chat(
+        self, messages: Sequence[Message], params: SamplingParams | None = None, *, overflow: str = "error"
+    ) -> Iterator[Chunk]:
         """`chat`, piece by piece."""
-        return self.stream(self._chat_ids(messages), params)
+        return self.stream(self._conversation_ids(messages, params, overflow), params)
 
     def logits(self, token_ids: Sequence[int], chunk: int | None = None) -> Tensor:
         """fp32 [tokens, vocab]: the logits at every position, computed `chunk` tokens a step."""
@@ -196,9 +219,10 @@ class LLM:
 
     def describe(self) -> dict[str, Any]:
         """Layers, attention kinds, quantization, bytes, backends: what was loaded and what was chosen."""
-        report = describe_checkpoint(self.source, self.config, self._names)
+        report = describe_checkpoint(self.source, self.config, self._names, self.engine.model.kv_dtype)
         report |= describe_decoder(self.engine.model)
-        return report | {"max_context": self.max_context, "kv_tokens": self.engine.config.kv_tokens}
+        room = {"kv_tokens": self.engine.config.kv_tokens, "kv_memory_bytes": self.engine.cache.nbytes}
+        return report | {"max_context": self.max_context} | room
 
     def explain(self, context: int, *, measure: bool = False) -> Explanation:
         """What a decode step at `context` tokens reads, what masks spare it, and the least time that it can take at the
@@ -215,10 +239,24 @@ class LLM:
             )
         return self.tokenizer.encode(prompt)
 
-    def _chat_ids(self, messages: Sequence[Message]) -> Sequence[int]:
+    def _chat_ids(self, messages: Sequence[Message]) -> list[int]:
         if self.tokenizer is None:
             raise ValueError(f"{self.source.path}: there is no tokenizer, so no chat template; give token ids")
         return render(self.tokenizer, messages)
+
+    def _conversation_ids(
+        self, messages: Sequence[Message], params: SamplingParams | None, overflow: str
+    ) -> Sequence[int]:
+        asked = None if params is None else params.max_tokens
+        fitted = fit(messages, self._chat_ids, self.max_context, asked, overflow)
+        if fitted.dropped:
+            warnings.warn(
+                f"the conversation is longer than the context of {self.max_context} tokens: its oldest "
+                f"{fitted.dropped} messages are no longer read",
+                FlexdecodeWarning,
+                stacklevel=3,
+            )
+        return fitted.token_ids
 
     def _submit(self, prompt_ids: Sequence[int], params: SamplingParams) -> Answer:
         """One answer. `params.n` is 1."""
@@ -288,15 +326,24 @@ class LLM:
 def describe_model(
     model: str | Path,
     *,
+    dtype: str = "auto",
+    kv_dtype: str = "auto",
+    max_context: int | None = None,
     revision: str | None = None,
     offline: bool = False,
     ignore_config: Collection[str] = (),
-    context: int | None = None,
 ) -> dict[str, Any]:
-    """What `LLM.describe` tells of a checkpoint, from its headers alone."""
-    source = open_source(str(model), revision=revision, offline=offline)
+    """What `LLM.describe` tells of a checkpoint, from its headers alone, and under `needs` what it takes in memory once
+    loaded, with one sequence of `max_context` tokens, by default the model's own limit."""
+    compute = _dtype("dtype", dtype, torch.bfloat16)
+    cached = _dtype("kv_dtype", kv_dtype, compute, {"int8": torch.int8})
+    source = open_source(str(model), revision=revision, offline=offline, dense_dtype=compute)
     config, names = resolve(source, ignore_config)
-    return describe_checkpoint(source, config, names, context)
+    _check_context(max_context, config)
+    context = config.max_position if max_context is None else max_context
+    report = describe_checkpoint(source, config, names, cached)
+    free = available_bytes(_device("auto"))
+    return report | {"needs": describe_needs(source, config, names, context, compute, cached, free)}
 
 
 def _one(params: SamplingParams | None) -> None:
@@ -343,12 +390,3 @@ def _check_context(max_context: int | None, config: ModelConfig) -> None:
         raise ValueError(
             f"max_context={max_context} is more than the {config.max_position} positions that the model was made for"
         )
-
-
-def _engine_config(config: ModelConfig, decoder: Decoder, max_context: int | None) -> EngineConfig:
-    """The context and the cache: as asked, else what the model allows and half of the free memory holds."""
-    per_token = sum(bytes_per_token(layer, decoder.kv_dtype) for layer in decoder.cache_layers())
-    room = int(available_bytes(decoder.device) * _CACHE_SHARE) // per_token // _PAGE * _PAGE
-    context = min(config.max_position, max(room, _PAGE)) if max_context is None else max_context
-    pool = -(-context // _PAGE) * _PAGE
-    return EngineConfig(max_context=context, kv_tokens=max(pool, min(_POOL_SEQUENCES * pool, room)), page=_PAGE)

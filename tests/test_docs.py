@@ -92,7 +92,7 @@ def test_the_page_on_batches_keeps_its_word(tmp_path: Path, monkeypatch: pytest.
 def test_every_snippet_about_the_engine_runs() -> None:
     page = ROOT / "docs" / "engine.md"
     found = [b for b in blocks(page.read_text()) if b.language == "python"]
-    assert sum(_ERROR.search(b.text) is not None for b in found) == 2
+    assert sum(_ERROR.search(b.text) is not None for b in found) == 3
     run_python(page, found)
 
 

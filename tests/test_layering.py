@@ -26,6 +26,7 @@ ROOMS = (
     {"text"},
     {"generation"},
     {"distributed"},
+    {"needs"},
     {"answer", "describe"},  # llm's own helpers
     {"jobs"},
     {"llm"},

@@ -38,6 +38,7 @@ TOPICS = {
     "kernels/test_linear_dense.py": "a kernel on every instruction set",
     "llm/test_complete.py": "many jobs at once, through LLM",
     "llm/test_batch.py": "faults of batches, through LLM",
+    "llm/test_chat.py": "conversations, through LLM",
     "llm/test_ends.py": "why an answer ends, through LLM",
     "llm/test_explain.py": "what a decode step reads, through LLM",
     "llm/test_life.py": "what requests leave behind, through LLM",

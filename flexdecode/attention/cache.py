@@ -93,8 +93,13 @@ def _write(data_CSD: Tensor, scale_CS: Tensor | None, slots_T: Tensor, x_TCD: Te
     scale_CS.index_copy_(1, slots_T, scale_CT)
 
 
+def groups_of(layers: Sequence[CacheLayer]) -> list[Mask]:
+    """The masks of the groups that share a page table, in the order of their first layers."""
+    return list(dict.fromkeys(layer.mask for layer in layers))
+
+
 class KVCache:
-    """`tokens` is the room, over all sequences, for a group that forgets nothing.
+    """`tokens` is the room over all sequences, for every group of layers or one number for each (`groups_of`).
 
     dtype: bf16, fp16, fp32, or int8 (symmetric, one fp32 scale per token and head).
     """
@@ -102,7 +107,7 @@ class KVCache:
     def __init__(
         self,
         layers: Sequence[CacheLayer],
-        tokens: int,
+        tokens: int | Sequence[int],
         *,
         page: int = 64,
         dtype: torch.dtype = torch.bfloat16,
@@ -110,15 +115,19 @@ class KVCache:
     ) -> None:
         if dtype not in KV_DTYPES:
             raise ValueError(f"a cache of {dtype} is not supported (known: {', '.join(map(str, KV_DTYPES))})")
-        if tokens < 1 or page < 1:
+        masks = groups_of(layers)
+        each = [tokens] * len(masks) if isinstance(tokens, int) else list(tokens)
+        if len(each) != len(masks):
+            raise ValueError(f"room for {len(each)} groups of layers was given, and the masks make {len(masks)}")
+        if min(each, default=1) < 1 or page < 1:
             raise ValueError(f"a cache needs room: got tokens={tokens}, page={page}")
         self.page, self.dtype, self.device = page, dtype, torch.device(device)
-        masks = list(dict.fromkeys(layer.mask for layer in layers))
-        pages = -(-tokens // page)
         self.layers = tuple(layers)
-        self.groups = tuple(PageGroup(mask, page, pages) for mask in masks)
+        self.groups = tuple(PageGroup(mask, page, -(-room // page)) for mask, room in zip(masks, each, strict=True))
         self.group_of = tuple(masks.index(layer.mask) for layer in layers)
-        self._kv = [self._storage(layer, pages * page) for layer in layers]
+        slots = [self.groups[group].pages * page for group in self.group_of]
+        self._kv = [self._storage(layer, count) for layer, count in zip(layers, slots, strict=True)]
+        self.nbytes = sum(bytes_per_token(a, dtype) * n for a, n in zip(layers, slots, strict=True))
         self._lengths: dict[int, int] = {}
         self._settled: list[dict[int, Settled]] = [{} for _ in self.groups]
         self._prefixes = Prefixes(page)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 from flexdecode.attention import masks, scores
+from flexdecode.attention.cache import CacheLayer
 from flexdecode.attention.masks import Mask
 from flexdecode.attention.scores import Score, ScoreMod, evaluate
-from flexdecode.config import AttentionConfig
+from flexdecode.config import AttentionConfig, LayerConfig
 
 
 @dataclass(frozen=True)
@@ -43,6 +45,10 @@ class Mods:
             return own
         self.mask.check_heads(layer.heads)
         return self.mask if self.replace_mask else own & self.mask
+
+    def cache_layers(self, layers: Sequence[LayerConfig]) -> list[CacheLayer]:
+        """What a cache of these layers must hold."""
+        return [CacheLayer(x.attention.kv_heads, x.attention.head_dim, self.mask_of(x.attention)) for x in layers]
 
     def score_of(self, layer: AttentionConfig) -> ScoreMod | None:
         """The score modification of a layer, None where there is none."""

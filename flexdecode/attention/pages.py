@@ -71,8 +71,13 @@ class PageGroup:
         """Pages that the sequence holds, shared ones included."""
         return int(np.count_nonzero(self._tables[sequence].numbers != GIVEN_BACK))
 
-    def most_held(self, pages: int) -> int:
-        """The most pages that a sequence must hold at once on its way to `pages` of them, one token at a time."""
+    def most_held(self, pages: int, step: int = 1) -> int:
+        """The most pages that a sequence must hold at once on its way to `pages` of them, `step` tokens at a time."""
+        more = -(-(step - 1) // self.page)
+        return pages if more >= pages else min(pages, self._most_held(pages) + more)
+
+    def _most_held(self, pages: int) -> int:
+        """The same, one token at a time."""
         while len(self._peaks) <= pages:
             at = len(self._peaks) - 1  # pages that are full, one more begins
             self._let_go(self._walked, at * self.page)

@@ -10,8 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from flexdecode.cli.memory import peak_cuda_bytes, peak_resident_bytes
-from flexdecode.cli.output import size
+from flexdecode.memory import peak_cuda_bytes, peak_resident_bytes, size
 
 if TYPE_CHECKING:
     from flexdecode.generation.results import Chunk, Stats, TokenLogprob

@@ -36,9 +36,19 @@ def command(
     system: Annotated[
         str | None, option("--system", metavar="TEXT", help="System message.", show_default=False)
     ] = None,
+    overflow: Annotated[
+        str,
+        option(
+            "--overflow",
+            help="A conversation longer than the context: error, or sinks: its oldest turns go, system text stays.",
+        ),
+    ] = "error",
     json: Json = False,
     verbose: Verbose = False,
 ) -> None:
+    from flexdecode.text.overflow import check_overflow
+
+    check_overflow(overflow)
     text = None if system is None else clean(system, "--system")
     conversation = Conversation(sampling.params(), text)
     interactive = lines.is_interactive()
@@ -48,7 +58,7 @@ def command(
             raise ValueError(f"{model} has no chat template; `flexdecode generate {model} -p TEXT` needs none")
         if verbose:
             explain(llm, conversation.params, chat=True)
-        Chat(llm, conversation, _reader(interactive, model), bars, interactive, json, verbose).talk()
+        Chat(llm, conversation, _reader(interactive, model), bars, interactive, overflow, json, verbose).talk()
 
 
 def _reader(interactive: bool, model: str) -> lines.ReadLine:
@@ -67,6 +77,7 @@ class Chat:
     read: lines.ReadLine
     bars: Bars
     interactive: bool
+    overflow: str
     json: bool
     verbose: bool
 
@@ -102,7 +113,8 @@ class Chat:
         """Answers the question that waits. A question that fails is forgotten, so that the next one can be asked."""
         conversation = self.conversation
         try:
-            answer = receive(self.llm.stream_chat(conversation.request(), conversation.params), self._write)
+            chunks = self.llm.stream_chat(conversation.request(), conversation.params, overflow=self.overflow)
+            answer = receive(chunks, self._write)
         except Exception:
             conversation.take_back()
             raise

@@ -12,8 +12,8 @@ from dataclasses import fields
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from flexdecode.cli.output import size
 from flexdecode.cli.text import note
+from flexdecode.memory import size
 
 if TYPE_CHECKING:
     from flexdecode.generation.explain import Explanation

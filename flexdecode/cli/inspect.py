@@ -7,22 +7,31 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from flexdecode.cli.memory import peak_resident_bytes, resident_bytes
-from flexdecode.cli.options import EngineOptions, IgnoreConfig, Json, Model, Offline, Revision
+from flexdecode.cli.options import (
+    Dtype,
+    EngineOptions,
+    IgnoreConfig,
+    Json,
+    KvDtype,
+    MaxContext,
+    Model,
+    Offline,
+    Revision,
+)
 from flexdecode.cli.output import Bars, print_report, write_json
 from flexdecode.cli.verb import option, verb
+from flexdecode.memory import peak_resident_bytes, resident_bytes
 
 NAME = "inspect"
-HELP = "Show a model's layers, quantization and memory; reads headers only."
+HELP = "Show a model's layers, quantization and the memory it needs; reads headers only."
 
 
 @verb
 def command(
     model: Model,
-    context: Annotated[
-        int | None,
-        option("--context", help="Also show the memory needed at this many tokens.", show_default=False),
-    ] = None,
+    dtype: Dtype = "auto",
+    kv_dtype: KvDtype = "auto",
+    max_context: MaxContext = None,
     measure: Annotated[
         bool, option("--measure", help="Load the model and compare the memory taken with the weights.")
     ] = False,
@@ -31,10 +40,15 @@ def command(
     ignore_config: IgnoreConfig = None,
     json: Json = False,
 ) -> None:
-    if context is not None and context < 1:
-        raise ValueError(f"--context is {context}; it is a number of tokens, at least 1")
-    engine = EngineOptions(revision=revision, offline=offline, ignore_config=ignore_config)
-    report = described(model, engine, context)
+    engine = EngineOptions(
+        dtype=dtype,
+        kv_dtype=kv_dtype,
+        max_context=max_context,
+        revision=revision,
+        offline=offline,
+        ignore_config=ignore_config,
+    )
+    report = described(model, engine)
     if measure:
         report["measured"] = measured(model, engine)
     if json:
@@ -43,15 +57,17 @@ def command(
         print_report(report, model)
 
 
-def described(model: str, engine: EngineOptions, context: int | None) -> dict[str, Any]:
+def described(model: str, engine: EngineOptions) -> dict[str, Any]:
     from flexdecode.llm import describe_model
 
     report = describe_model(
         model,
+        dtype=engine.dtype,
+        kv_dtype=engine.kv_dtype,
+        max_context=engine.max_context,
         revision=engine.revision,
         offline=engine.offline,
         ignore_config=engine.keys_to_ignore,
-        context=context,
     )
     return dict(report)
 

@@ -48,6 +48,17 @@ IgnoreConfig = Annotated[
         show_default=False,
     ),
 ]
+Dtype = Annotated[str, option("--dtype", help="Compute type: auto, bfloat16, float16 or float32.", panel=ENGINE)]
+KvDtype = Annotated[str, option("--kv-dtype", help="Type of cached keys and values.", panel=ENGINE)]
+MaxContext = Annotated[
+    int | None,
+    option(
+        "--max-context",
+        help="Most tokens, prompt and answer together; the model's own limit by default.",
+        panel=ENGINE,
+        show_default=False,
+    ),
+]
 Json = Annotated[bool, option("--json", help="Print JSON to stdout.", panel=OUTPUT)]
 Verbose = Annotated[bool, option("--verbose", "-v", help="Say on stderr what is used and chosen.", panel=OUTPUT)]
 
@@ -56,10 +67,8 @@ Verbose = Annotated[bool, option("--verbose", "-v", help="Say on stderr what is 
 class EngineOptions:
     """Everything that LLM takes beside the model's name."""
 
-    dtype: Annotated[str, option("--dtype", help="Compute type: auto, bfloat16, float16 or float32.", panel=ENGINE)] = (
-        "auto"
-    )
-    kv_dtype: Annotated[str, option("--kv-dtype", help="Type of cached keys and values.", panel=ENGINE)] = "auto"
+    dtype: Dtype = "auto"
+    kv_dtype: KvDtype = "auto"
     device: Annotated[str, option("--device", help="auto, cpu or cuda.", panel=ENGINE)] = "auto"
     attention: Annotated[
         str, option("--attention", help="Attention backend; one that cannot serve is an error.", panel=ENGINE)
@@ -77,15 +86,20 @@ class EngineOptions:
     replace_mask: Annotated[
         bool, option("--replace-mask", help="Let --mask replace the model's own mask.", panel=ENGINE)
     ] = False
-    max_context: Annotated[
-        int | None,
+    max_context: MaxContext = None
+    kv_memory: Annotated[
+        str | None,
         option(
-            "--max-context",
-            help="Most tokens, prompt and answer together; the model's own limit by default.",
+            "--kv-memory",
+            metavar="SIZE",
+            help="Most memory for the cache, over all sequences: 2GiB, 512MB, 40% (of what the weights leave free).",
             panel=ENGINE,
             show_default=False,
         ),
     ] = None
+    ignore_memory: Annotated[
+        bool, option("--ignore-memory", help="Load also what does not fit into free memory.", panel=ENGINE)
+    ] = False
     threads: Annotated[
         int | None,
         option("--threads", help="CPU threads; torch's choice by default.", panel=ENGINE, show_default=False),
@@ -110,6 +124,8 @@ class EngineOptions:
             mask=self.mask,
             replace_mask=self.replace_mask,
             max_context=self.max_context,
+            kv_memory=self.kv_memory,
+            ignore_memory=self.ignore_memory,
             threads=self.threads,
             revision=self.revision,
             offline=self.offline,

@@ -1,4 +1,4 @@
-"""How results look: sizes for people, JSON for programs, tables, and progress bars that only a terminal sees.
+"""How results look: JSON for programs, tables, and progress bars that only a terminal sees.
 
 Knows plain data. Results go to stdout, progress to stderr; rich is loaded only when something is drawn.
 """
@@ -12,6 +12,8 @@ from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+from flexdecode.memory import size
+
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
     from rich.progress import Progress, TaskID
@@ -19,16 +21,6 @@ if TYPE_CHECKING:
 _LABELS = {"load": "reading weights", "prefill": "reading the prompt", "lines": "answering"}
 _COUNTED_IN_BYTES = {"load"}
 _UNITS = {"prefill": "tokens", "lines": "lines"}
-
-
-def size(count: int) -> str:
-    """Bytes in the binary unit that leaves one to four digits before the point: 98 KiB, 1.25 GiB."""
-    value, units = float(count), ("B", "KiB", "MiB", "GiB", "TiB")
-    for unit in units[:-1]:
-        if value < 1024:
-            return f"{value:.0f} {unit}" if unit == "B" or value >= 100 else f"{value:.3g} {unit}"
-        value /= 1024
-    return f"{value:.3g} {units[-1]}"
 
 
 def write_text(text: str) -> None:

@@ -213,8 +213,7 @@ def forecast(job: Job, text: Samples | None) -> dict[str, Any]:
     """What the run will take; the time from the rate of one product, measured now."""
     import torch
 
-    from flexdecode.cli.memory import resident_bytes
-    from flexdecode.memory import available_bytes
+    from flexdecode.memory import available_bytes, resident_bytes
     from flexdecode.quantizer.estimate import estimate
 
     found = estimate(job, text.tokens if text else 0, max(text.lengths) if text else 0)

@@ -28,7 +28,11 @@ class Engine:
     def __init__(self, model: Decoder, config: EngineConfig, clock: Callable[[], float] = time.perf_counter) -> None:
         self.model, self.config, self._clock = model, config, clock
         self.cache = KVCache(
-            model.cache_layers(), config.kv_tokens, page=config.page, dtype=model.kv_dtype, device=model.device
+            model.cache_layers(),
+            config.kv_tokens_by_group or config.kv_tokens,
+            page=config.page,
+            dtype=model.kv_dtype,
+            device=model.device,
         )
         self._scheduler = Scheduler(config, self.cache, model.rope_regime, model.looks_ahead)
         self._runner = Runner(model, self.cache)
@@ -218,6 +222,6 @@ class Engine:
         if not self._scheduler.make_room(request.sequence, work.count):
             raise ValueError(
                 f"{work.count} tokens after {start} do not fit into a cache of {self.config.kv_tokens}; give fewer or "
-                "enlarge it (kv_tokens)"
+                "enlarge it (kv_tokens, or kv_memory)"
             )
         return self._runner.run_all(work)

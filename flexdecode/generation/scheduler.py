@@ -48,25 +48,22 @@ class Scheduler:
 
     def check(self, request: Request) -> None:
         """Raises ValueError where the cache can never hold a request, whoever else runs."""
-        page, tokens, held = self.config.page, request.most_cached, self._cache.groups[0].pages
-        wanted = -(-tokens // page)
-        if wanted > held:  # more than the tightest mask allows
-            step = len(request.prompt_ids) if self._whole_prompts else 1
-            wanted = max(self._most_held(group, tokens, step) for group in range(len(self._cache.groups)))
-        if wanted > held:
-            raise ValueError(
-                f"{len(request.prompt_ids)} prompt tokens and max_tokens={request.max_tokens} take {wanted} pages of "
-                f"{page} tokens, and the cache has {held}; ask for fewer tokens or enlarge the cache (kv_tokens)"
-            )
+        page, tokens = self.config.page, request.most_cached
+        step = len(request.prompt_ids) if self._whole_prompts else 1
+        for group in self._cache.groups:
+            wanted = -(-tokens // page)
+            if wanted > group.pages:  # the mask may let it hold less than that
+                wanted = group.most_held(wanted, step)
+            if wanted > group.pages:
+                raise ValueError(
+                    f"{len(request.prompt_ids)} prompt tokens and max_tokens={request.max_tokens} take {wanted} pages "
+                    f"of {page} tokens, and the cache has {group.pages}; ask for fewer tokens or enlarge the cache "
+                    "(kv_tokens, or kv_memory)"
+                )
 
     def add(self, request: Request) -> None:
         """Queue a request that was checked."""
         insort(self.waiting, request, key=_order)
-
-    def _most_held(self, group: int, tokens: int, step: int) -> int:
-        """The most pages of a group that a sequence holds on its way to `tokens` tokens, `step` at a time."""
-        pages, more = -(-tokens // self.config.page), -(-(step - 1) // self.config.page)
-        return pages if more >= pages else min(pages, self._cache.groups[group].most_held(pages) + more)
 
     def schedule(self) -> list[Work]:
         """The next step's work: every decoding request, then prompts. Admits, preempts, and starts sequences."""
@@ -148,7 +145,7 @@ class Scheduler:
         """Pages by group that are missing for the newcomer's tokens and a page more of everybody."""
         page, short = self.config.page, []
         goals = [(newcomer, sequence, cached), *((r, r.sequence, r.cached) for r in self.running)]
-        for index, group in enumerate(self._cache.groups):
+        for group in self._cache.groups:
             jobs, missing = [], 0
             for request, s, at in goals:
                 assert s is not None
@@ -157,7 +154,7 @@ class Scheduler:
                 jobs.append((group.need(s, at, goal - at), s, goal, step))
             if sum(need for need, *_ in jobs) > group.free_pages:  # the mask may let them hold less than that
                 missing = sum(
-                    min(need, max(0, self._most_held(index, goal, step) - group.held(s)))
+                    min(need, max(0, group.most_held(-(-goal // page), step) - group.held(s)))
                     for need, s, goal, step in jobs
                 )
             short.append(max(0, missing - group.free_pages))

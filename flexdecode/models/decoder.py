@@ -123,8 +123,7 @@ class Decoder(nn.Module):
 
     def cache_layers(self) -> list[CacheLayer]:
         """What a KVCache for this decoder must hold."""
-        layers = zip(self.config.layers, self.masks, strict=True)
-        return [CacheLayer(x.attention.kv_heads, x.attention.head_dim, mask) for x, mask in layers]
+        return self.mods.cache_layers(self.config.layers)
 
     def rope_regime(self, length: int) -> tuple[int, ...]:
         """Changes with the length of a sequence where its cached keys become stale (dynamic and long rope)."""

@@ -35,6 +35,7 @@ class Script:
     progress: bool = True
     calls: list[tuple[str, Any, Any]] = field(default_factory=list)
     options: dict[str, Any] = field(default_factory=dict)
+    overflows: list[str] = field(default_factory=list)
     closed: int = 0
     pace: float = 0.0  # seconds before each end of a job
 
@@ -67,7 +68,8 @@ def fake_llm_class(script: Script) -> type:
             script.calls.append(("stream", prompt, params))
             return self._answer(params)
 
-        def stream_chat(self, messages: Any, params: Any = None) -> Iterator[Chunk]:
+        def stream_chat(self, messages: Any, params: Any = None, overflow: str = "error") -> Iterator[Chunk]:
+            script.overflows.append(overflow)
             script.calls.append(("stream_chat", [dict(message) for message in messages], params))
             return self._answer(params)
 
@@ -119,7 +121,8 @@ def fake_module(script: Script) -> types.ModuleType:
     def describe_model(model: str, **options: Any) -> dict[str, Any]:
         script.calls.append(("describe_model", model, options))
         report = {"family": "fake", "layers": 2, "weights_bytes": 3 << 20, "parts": {"embedding_bytes": 1024}}
-        return report if options["context"] is None else {**report, "context": options["context"]}
+        asked = options["max_context"]
+        return report if asked is None else {**report, "max_context": asked}
 
     module = types.ModuleType("flexdecode.llm")
     module.__dict__.update(LLM=fake_llm_class(script), describe_model=describe_model)

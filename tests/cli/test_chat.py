@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 
 from flexdecode.cli.main import main
+from tests.checkpoints import tiny
 from tests.cli.fake import INTERRUPT, Script, install
 from tests.cli.terminal import Terminal
 
@@ -221,3 +223,38 @@ def test_terminal_an_error_costs_only_its_turn(terminals: Any) -> None:
     terminal.expect("Good day")
     terminal.send("/bye\r")
     assert terminal.exit_code() == 0
+
+
+def test_a_conversation_goes_on_past_the_context_where_it_may(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A real model of 256 tokens. By default the program ends at them with one line."""
+    template = "<bos>{% for m in messages %}{{ m['role'] + m['content'] }}<eot>{% endfor %}assistant"
+    tiny(tmp_path / "m", chat_template=template)
+    capsys.readouterr()
+    monkeypatch.chdir(tmp_path)
+    typed = "".join(f"question {i} {'?' * 20}\n" for i in range(12))
+    flags = ["--temp", "0", "-n", "20", "--ignore-eos", "--dtype", "float32", "--system", "be brief"]
+    assert converse(monkeypatch, Script(), typed, *flags, "--overflow", "sinks") == 0
+    out, err = capsys.readouterr()
+    assert out.count("\n") >= 12
+    lines = err.splitlines()
+    assert len(lines) == len(set(lines)) >= 2, "once for every cut"
+    assert all(line.startswith("flexdecode: warning: the conversation is longer than the context") for line in lines)
+    assert converse(monkeypatch, Script(), typed, *flags) == 1
+    err = capsys.readouterr().err
+    assert re.fullmatch(r"flexdecode: error: the conversation has \d+ tokens .* at 256; clear it, .*sinks\)\n", err)
+
+
+def test_a_way_of_overflowing_reaches_the_model_or_is_refused_before_it_is_loaded(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = install(monkeypatch)
+    assert converse(monkeypatch, script, "a\n") == 0
+    assert converse(monkeypatch, script, "a\n", "--overflow", "sinks") == 0
+    assert script.overflows == ["error", "sinks"]
+    script.options = {}
+    capsys.readouterr()
+    assert converse(monkeypatch, script, "a\n", "--overflow", "drop") == 1
+    assert "overflow 'drop' is not known (--overflow; known: error, sinks)" in capsys.readouterr().err
+    assert script.options == {}

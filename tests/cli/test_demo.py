@@ -40,10 +40,10 @@ def test_json_holds_what_the_plain_run_prints(capsys: pytest.CaptureFixture[str]
 
 
 def test_inspect_reads_headers_and_measures(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["inspect", "demo", "--context", "1024", "--measure", "--json"]) == 0
+    assert main(["inspect", "demo", "--max-context", "1024", "--measure", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert (report["layers"], report["vocab_size"]) == (30, 49152)
-    assert report["at_context"]["tokens"] == 1024
+    assert report["needs"]["max_context"] == 1024
     assert report["measured"]["weights_held_bytes"] > 50e6
     assert main(["inspect", "demo"]) == 0
     assert "bytes by part" in capsys.readouterr().out

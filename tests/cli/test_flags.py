@@ -18,6 +18,8 @@ ENGINE = {
     "--mask",
     "--replace-mask",
     "--max-context",
+    "--kv-memory",
+    "--ignore-memory",
     "--threads",
     "--revision",
     "--offline",
@@ -49,10 +51,10 @@ VERBS = {
     | SAMPLING
     | OUTPUT
     | {"--prompt", "-p", "--file", "-f", "--system", "--raw", "--logprobs", "--explain"},
-    "chat": ENGINE | SAMPLING | OUTPUT | {"--system"},
+    "chat": ENGINE | SAMPLING | OUTPUT | {"--system", "--overflow"},
     "batch": ENGINE | SAMPLING | {"--retry-errors"},
     "mask": {"--length", "--at", "--heads", "--head", "--png"},
-    "inspect": {"--context", "--measure", "--revision", "--offline", "--ignore-config"},
+    "inspect": {"--dtype", "--kv-dtype", "--max-context", "--measure", "--revision", "--offline", "--ignore-config"},
     "env": set(),
     "pull": {"--revision", "--offline"},
     "eval perplexity": ENGINE | EVALUATION | {"--context", "--stride"},

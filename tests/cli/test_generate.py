@@ -123,7 +123,18 @@ def test_every_engine_flag_reaches_the_model(monkeypatch: pytest.MonkeyPatch) ->
     script = install(monkeypatch)
     flags = ["--dtype", "float32", "--kv-dtype", "int8", "--device", "cpu", "--attention", "reference"]
     flags += ["--mask", "causal", "--replace-mask"]
-    flags += ["--max-context", "512", "--threads", "1", "--revision", "main", "--offline"]
+    flags += [
+        "--max-context",
+        "512",
+        "--kv-memory",
+        "1GiB",
+        "--ignore-memory",
+        "--threads",
+        "1",
+        "--revision",
+        "main",
+        "--offline",
+    ]
     flags += ["--ignore-config", "a", "--ignore-config", "b"]
     assert main(["generate", "m", "-p", "hi", *flags]) == 0
     script.options.pop("progress")
@@ -136,6 +147,8 @@ def test_every_engine_flag_reaches_the_model(monkeypatch: pytest.MonkeyPatch) ->
         "mask": "causal",
         "replace_mask": True,
         "max_context": 512,
+        "kv_memory": "1GiB",
+        "ignore_memory": True,
         "threads": 1,
         "revision": "main",
         "offline": True,

@@ -1,4 +1,4 @@
-"""Sizes, JSON, tables and bars."""
+"""JSON, tables and bars."""
 
 from __future__ import annotations
 
@@ -9,24 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from flexdecode.cli.output import Bars, print_report, size, write_json
-
-
-@pytest.mark.parametrize(
-    ("count", "shown"),
-    [
-        (0, "0 B"),
-        (1023, "1023 B"),
-        (1024, "1 KiB"),
-        (1536, "1.5 KiB"),
-        (98362432, "93.8 MiB"),
-        (1 << 30, "1 GiB"),
-        (1000 << 30, "1000 GiB"),
-        (3 << 50, "3.07e+03 TiB"),
-    ],
-)
-def test_size(count: int, shown: str) -> None:
-    assert size(count) == shown
+from flexdecode.cli.output import Bars, print_report, write_json
 
 
 def test_json_has_no_infinities_and_takes_any_key_and_value(capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,7 +11,7 @@ import transformers
 from flexdecode import LLM, SamplingParams
 from flexdecode.checkpoints.open import open_source
 from flexdecode.checkpoints.shapes import SHAPES
-from flexdecode.describe import describe_checkpoint
+from flexdecode.describe import describe_checkpoint, describe_needs
 from flexdecode.families import resolve
 from flexdecode.families.rules import check, rules
 from tests.oracles import assert_close, expected, ids
@@ -26,7 +26,9 @@ def test_every_shape_resolves(shape: str, weights: str) -> None:
     source = open_source(f"random:{shape}{weights}")
     config, names = resolve(source)
     check(rules(config, names, source.names()), names, source)
-    report = describe_checkpoint(source, config, names, context=config.max_position)
+    report = describe_checkpoint(source, config, names)
+    needs = describe_needs(source, config, names, config.max_position, torch.bfloat16, torch.bfloat16, 1)
+    assert needs["weights_held_bytes"] == pytest.approx(report["weights_bytes"], rel=0.01)
     assert report["weights_bytes"] == sum(source.nbytes(name) for name in source.names())
     assert report["weights_bytes"] == sum(report["bytes_by_part"].values())
     raw = SHAPES[shape]

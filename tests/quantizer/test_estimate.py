@@ -24,7 +24,7 @@ PROGRAM = """
 import json, sys
 from pathlib import Path
 import torch
-from flexdecode.cli.memory import peak_resident_bytes, resident_bytes
+from flexdecode.memory import peak_resident_bytes, resident_bytes
 from flexdecode.quantization import search
 from flexdecode.quantizer.calibration import random_ids, sample
 from flexdecode.quantizer.estimate import estimate
