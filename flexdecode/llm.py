@@ -13,21 +13,26 @@ import torch
 from torch import Tensor
 
 from flexdecode.answer import Answer
+from flexdecode.arguments import check_context, device_named, dtype_named
 from flexdecode.attention.algebra import MaskMod
 from flexdecode.attention.expressions import load_mask
 from flexdecode.attention.masks import Mask, as_mask
 from flexdecode.attention.mods import Mods
 from flexdecode.attention.scores import ScoreMod, as_score
 from flexdecode.checkpoints.open import open_source
-from flexdecode.config import FlexdecodeWarning, ModelConfig
+from flexdecode.config import FlexdecodeWarning
 from flexdecode.describe import describe_checkpoint, describe_decoder, describe_needs
 from flexdecode.families import resolve
 from flexdecode.families.rules import rules
+from flexdecode.generation.draft import Draft
 from flexdecode.generation.engine import Engine
 from flexdecode.generation.explain import Explanation, explain_step
+from flexdecode.generation.ngram import PromptLookup
 from flexdecode.generation.params import SamplingParams
 from flexdecode.generation.request import Request
 from flexdecode.generation.results import Chunk, Completion
+from flexdecode.generation.speculative import Proposer
+from flexdecode.generation.speculator import refuse_looking_ahead
 from flexdecode.jobs import Finished, Job, UnderWay
 from flexdecode.memory import available_bytes
 from flexdecode.models.decoder import Decoder
@@ -37,19 +42,11 @@ from flexdecode.text.chat_template import render
 from flexdecode.text.eos import eos_token_ids
 from flexdecode.text.overflow import fit
 from flexdecode.text.tokenizer import MissingTokenizerError, Tokenizer
+from flexdecode.text.vocabulary import check_same_vocabulary
 
 Prompt = str | Sequence[int]
 Message = Mapping[str, Any]
 Progress = Callable[[str, int, int], None]  # ("load", bytes, of) and ("prefill", tokens, of)
-
-_DTYPES = {
-    "bfloat16": torch.bfloat16,
-    "bf16": torch.bfloat16,
-    "float16": torch.float16,
-    "fp16": torch.float16,
-    "float32": torch.float32,
-    "fp32": torch.float32,
-}
 
 
 class LLM:
@@ -65,7 +62,9 @@ class LLM:
     (`2GiB`, `512MB`, `40%` of what the weights leave free); by default room for four sequences of max_context, or half
     of what the weights leave free. ignore_memory: load also what does not fit into free memory. prefix_reuse: prompts
     that begin alike, as the turns of a chat do, find the keys of their beginning in the cache; a mod must then answer
-    alike for as long as the LLM lives.
+    alike for as long as the LLM lives. speculate: "lookup" proposes tokens from the text itself, a model's name lets
+    that one propose (a smaller one of the same vocabulary), and several are verified in one step where that is quicker;
+    the answer stays what it is.
     ignore_config: config keys to pass over. progress: called with ("load" | "prefill", done, total).
 
     Raises ValueError, one line with the remedy, for a checkpoint or an option that cannot be served.
@@ -86,15 +85,16 @@ class LLM:
         kv_memory: int | str | None = None,
         ignore_memory: bool = False,
         prefix_reuse: bool = True,
+        speculate: str | Path = "off",
         revision: str | None = None,
         offline: bool = False,
         threads: int | None = None,
         ignore_config: Collection[str] = (),
         progress: Progress | None = None,
     ) -> None:
-        compute = _dtype("dtype", dtype, torch.bfloat16)
-        cached = _dtype("kv_dtype", kv_dtype, compute, {"int8": torch.int8})
-        place = _device(device)
+        compute = dtype_named("dtype", dtype, torch.bfloat16)
+        cached = dtype_named("kv_dtype", kv_dtype, compute, {"int8": torch.int8})
+        place = device_named(device)
         if threads is not None:
             if threads < 1:
                 raise ValueError(f"threads must be at least 1, got {threads}")
@@ -107,10 +107,14 @@ class LLM:
         self._progress = progress
         self.source = open_source(str(model), revision=revision, offline=offline, dense_dtype=compute)
         self.config, self._names = resolve(self.source, ignore_config)
-        _check_context(max_context, self.config)
+        check_context(max_context, self.config)
         self.generation_config: Mapping[str, Any] = dict(self.source.generation_config)
         self.tokenizer = _tokenizer(self.source)
         self.eos_token_ids = eos_token_ids(self.config.eos_token_ids, self.generation_config, self.tokenizer)
+        self.speculate = str(speculate)
+        if self.speculate != "off":
+            refuse_looking_ahead(mods.mask_of(layer.attention) for layer in self.config.layers)
+        proposer = self._proposer(dtype=dtype, device=device, offline=offline, progress=progress)
         loader = WeightLoader(self.source, self.config, self._names, compute, place, self._loading)
         held = weights_held(self.source, rules(self.config, self._names, frozenset(self.source.names())), compute)
         config = settle(
@@ -125,7 +129,21 @@ class LLM:
         )
         with torch.inference_mode():
             decoder = Decoder(self.config, loader, attention, cached, mods)
-        self.engine = Engine(decoder, replace(config, prefix_reuse=prefix_reuse))
+        self.engine = Engine(decoder, replace(config, prefix_reuse=prefix_reuse), proposer=proposer)
+
+    def _proposer(self, **options: Any) -> Callable[[], Proposer] | None:
+        """What proposes for a request; a draft is loaded with these options."""
+        if self.speculate in ("off", "lookup"):
+            return None if self.speculate == "off" else PromptLookup
+        draft = LLM(self.speculate, **options)
+        if self.tokenizer is not None and draft.tokenizer is not None:
+            check_same_vocabulary(self.tokenizer, draft.tokenizer)
+        elif draft.config.vocab_size != self.config.vocab_size:
+            raise ValueError(
+                f"{self.speculate} has a vocabulary of {draft.config.vocab_size} and {self.source.path} one of "
+                f"{self.config.vocab_size}: a draft needs the same; take a smaller model of the same family"
+            )
+        return Draft(draft.engine, self.config.vocab_size).proposer
 
     @property
     def max_context(self) -> int:
@@ -222,7 +240,7 @@ class LLM:
         report = describe_checkpoint(self.source, self.config, self._names, self.engine.model.kv_dtype)
         report |= describe_decoder(self.engine.model)
         room = {"kv_tokens": self.engine.config.kv_tokens, "kv_memory_bytes": self.engine.cache.nbytes}
-        return report | {"max_context": self.max_context} | room
+        return report | {"max_context": self.max_context} | room | {"speculate": self.speculate}
 
     def explain(self, context: int, *, measure: bool = False) -> Explanation:
         """What a decode step at `context` tokens reads, what masks spare it, and the least time that it can take at the
@@ -335,14 +353,14 @@ def describe_model(
 ) -> dict[str, Any]:
     """What `LLM.describe` tells of a checkpoint, from its headers alone, and under `needs` what it takes in memory once
     loaded, with one sequence of `max_context` tokens, by default the model's own limit."""
-    compute = _dtype("dtype", dtype, torch.bfloat16)
-    cached = _dtype("kv_dtype", kv_dtype, compute, {"int8": torch.int8})
+    compute = dtype_named("dtype", dtype, torch.bfloat16)
+    cached = dtype_named("kv_dtype", kv_dtype, compute, {"int8": torch.int8})
     source = open_source(str(model), revision=revision, offline=offline, dense_dtype=compute)
     config, names = resolve(source, ignore_config)
-    _check_context(max_context, config)
+    check_context(max_context, config)
     context = config.max_position if max_context is None else max_context
     report = describe_checkpoint(source, config, names, cached)
-    free = available_bytes(_device("auto"))
+    free = available_bytes(device_named("auto"))
     return report | {"needs": describe_needs(source, config, names, context, compute, cached, free)}
 
 
@@ -351,42 +369,9 @@ def _one(params: SamplingParams | None) -> None:
         raise ValueError(f"n={params.n} answers come from generate_batch; this call gives one")
 
 
-def _dtype(option: str, name: str, default: torch.dtype, more: Mapping[str, torch.dtype] | None = None) -> torch.dtype:
-    known = _DTYPES | dict(more or {})
-    if name == "auto":
-        return default
-    if name not in known:
-        raise ValueError(f"{option} {name!r} is not known (known: auto, {', '.join(known)})")
-    return known[name]
-
-
-def _device(name: str) -> torch.device:
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError as problem:
-        raise ValueError(f"device {name!r} is not known: {str(problem).splitlines()[0]}") from problem
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError(f"device {name!r}: torch {torch.__version__} sees no CUDA device; use --device cpu")
-    return device
-
-
 def _tokenizer(source: Any) -> Tokenizer | None:
     """None where the checkpoint has none: token ids still work."""
     try:
         return Tokenizer.load(source)
     except MissingTokenizerError:
         return None
-
-
-def _check_context(max_context: int | None, config: ModelConfig) -> None:
-    if max_context is None:
-        return
-    if max_context < 1:
-        raise ValueError(f"max_context must be at least 1, got {max_context}")
-    grows = any(x.attention.rope is not None and x.attention.rope.type == "dynamic" for x in config.layers)
-    if max_context > config.max_position and not grows:
-        raise ValueError(
-            f"max_context={max_context} is more than the {config.max_position} positions that the model was made for"
-        )

@@ -27,7 +27,7 @@ ROOMS = (
     {"generation"},
     {"distributed"},
     {"needs"},
-    {"answer", "describe"},  # llm's own helpers
+    {"answer", "arguments", "describe"},  # llm's own helpers
     {"jobs"},
     {"llm"},
     {"transformers"},

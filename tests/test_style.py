@@ -21,6 +21,7 @@ ROOM_OF_FOLDER = {"test_checkpoints": "checkpoints"}
 # Tests of a topic that lies across files: the whole, or a promise about all of a room.
 TOPICS = {
     "attention/test_choose.py": "which backend serves",
+    "attention/test_cuts.py": "guesses cut from pages and caches",
     "attention/test_life.py": "sequences in a cache, in any order",
     "attention/test_reports.py": "public fault reports, one by one",
     "attention/test_reuse.py": "what a later sequence finds in a cache",
@@ -33,6 +34,7 @@ TOPICS = {
     "generation/test_reuse.py": "what a later prompt finds in the cache",
     "generation/test_schedules.py": "the same tokens by whatever schedule",
     "generation/test_soak.py": "two thousand requests, and nothing left",
+    "generation/test_speculation.py": "guessed tokens, through the engine",
     "kernels/test_attend_few.py": "a kernel on every instruction set",
     "kernels/test_attend_many.py": "a kernel on every instruction set",
     "kernels/test_linear_dense.py": "a kernel on every instruction set",
@@ -45,6 +47,7 @@ TOPICS = {
     "llm/test_mods.py": "masks and scores of a user's, through LLM",
     "llm/test_numbers.py": "logits that are none, through LLM",
     "llm/test_sampling.py": "sampling and penalties, through LLM",
+    "llm/test_speculation.py": "guessed tokens, through LLM",
     "llm/test_text.py": "text in a stream, through LLM",
     "models/test_memory.py": "what loading takes",
     "models/test_quantized.py": "every quantized layout against its float twin",

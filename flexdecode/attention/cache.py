@@ -283,14 +283,18 @@ class KVCache:
 
     def truncate(self, sequence: int, length: int) -> None:
         """Forget the tokens from `length` on. Raises ValueError where a mask has given back pages that the next
-        token would need: such a sequence starts anew at 0."""
+        token would need: such a sequence starts anew at 0.
+
+        What the last `append` added can always be cut again, in part or whole, under any mask: `append` gives back only
+        what no query from the length before it on sees. That holds until `room` or the next `append`.
+        """
         if not 0 <= length <= self._lengths[sequence]:
             raise ValueError(f"cannot truncate a sequence of {self._lengths[sequence]} tokens to {length}")
         for group in self.groups:
             group.check_truncate(sequence, length)
         for group, settled in zip(self.groups, self._settled, strict=True):
             group.truncate(sequence, length)
-            settled[sequence].clear()
+            settled[sequence].truncate(length)
         self._prefixes.truncate(sequence, length // self.page)
         self._lengths[sequence] = length
 

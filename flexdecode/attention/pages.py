@@ -251,8 +251,9 @@ class PageGroup:
             if number != GIVEN_BACK:
                 self.pool.drop(number)
         table.count = min(table.count, keep)
-        table.reopen()
-        table.holes = bool((table.numbers == GIVEN_BACK).any())
+        if not 0 <= table.asked <= length:  # else the next query comes no earlier than those that were asked about
+            table.reopen()
+            table.holes = bool((table.numbers == GIVEN_BACK).any())
 
     def free(self, sequence: int) -> None:
         self.truncate(sequence, 0)

@@ -55,6 +55,13 @@ class Settled:
         twin._since, twin._known, twin._full_N, twin._open_N = self._since, self._known, self._full_N, self._open_N
         return twin
 
+    def truncate(self, length: int) -> None:
+        """The sequence has only `length` keys left: of the blocks, those that they fill are known."""
+        if length // BLOCK < self._known:
+            self._known = length // BLOCK
+            self._full_N = self._full_N[: np.searchsorted(self._full_N, self._known)]
+            self._open_N = self._open_N[: np.searchsorted(self._open_N, self._known)]
+
     def advance(self, mask: Mask, first: int, length: int) -> tuple[Int32s, Int32s]:
         """(blocks that queries from `first` on see whole, blocks to ask) of a sequence of `length` keys."""
         if first < self._since:

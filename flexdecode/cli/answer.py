@@ -66,6 +66,8 @@ def stats_line(stats: Stats) -> str:
         f"first token {stats.time_to_first_token:.3f} s",
         f"peak memory {size(peak_resident_bytes())}",
     ]
+    if stats.proposed_tokens:
+        parts.insert(2, f"{stats.accepted_tokens} of {stats.proposed_tokens} proposed were right")
     cuda = peak_cuda_bytes()
     if cuda is not None:
         parts.append(f"peak CUDA memory {size(cuda)}")

@@ -17,7 +17,7 @@ import typer
 
 from flexdecode.cli.intake import Known, lines, opened, refuse_one_file, scan
 from flexdecode.cli.ledger import Ledger, Stdout, Writer
-from flexdecode.cli.options import OUTPUT, EngineOptions, Json, Model, SamplingOptions
+from flexdecode.cli.options import OUTPUT, EngineOptions, Json, Model, SamplingOptions, Speculate
 from flexdecode.cli.output import Bars, write_json
 from flexdecode.cli.rows import Key, Line, answer_row, error_row, job_of
 from flexdecode.cli.tally import Tally
@@ -45,6 +45,7 @@ def command(
     retry_errors: Annotated[
         bool, option("--retry-errors", help="Try again the lines that failed in an earlier run.", panel=OUTPUT)
     ] = False,
+    speculate: Speculate = "off",
     json: Json = False,
 ) -> None:
     if target == "-" and (json or retry_errors):
@@ -55,12 +56,12 @@ def command(
     with opened(source) as file:
         known = scan(file, source)
         if target == "-":
-            run = Run(model, engine, defaults, source, known, Stdout(), Tally(len(known)), frozenset())
+            run = Run(model, engine, defaults, source, known, Stdout(), Tally(len(known)), frozenset(), speculate)
             run.answer(file, quiet=sys.stdout.isatty())
         else:
             with Ledger(Path(target), source, known, retry_errors) as out:
                 tally = Tally(len(known), skipped=len(out.done), failed_before=len(out.failed))
-                run = Run(model, engine, defaults, source, known, out, tally, out.done | out.failed)
+                run = Run(model, engine, defaults, source, known, out, tally, out.done | out.failed, speculate)
                 run.answer(file)
     if json:
         write_json(run.tally.as_data(), indent=None)
@@ -95,6 +96,7 @@ class Run:
     out: Writer
     tally: Tally
     over: frozenset[Key] | set[Key]
+    speculate: str = "off"
     stopped: bool = False
 
     def answer(self, file: IO[bytes], quiet: bool = False) -> None:
@@ -108,7 +110,7 @@ class Run:
                     if kind == "load":  # prompts are read among answers here, which have a bar of their own
                         bars(kind, done, total)
 
-                llm = self.engine.load(self.model, loading)
+                llm = self.engine.load(self.model, loading, self.speculate)
                 self._run(llm, file, None if quiet else bars)
         except KeyboardInterrupt:
             self.stopped = True

@@ -16,7 +16,7 @@ from flexdecode.cli import lines, slash
 from flexdecode.cli.answer import as_data, receive, stats_line
 from flexdecode.cli.conversation import Conversation
 from flexdecode.cli.explain import explain, has_chat_template
-from flexdecode.cli.options import EngineOptions, Json, Model, SamplingOptions, Verbose
+from flexdecode.cli.options import EngineOptions, Json, Model, SamplingOptions, Speculate, Verbose
 from flexdecode.cli.output import Bars, write_json, write_text
 from flexdecode.cli.text import clean, note
 from flexdecode.cli.verb import option, verb
@@ -43,6 +43,7 @@ def command(
             help="A conversation longer than the context: error, or sinks: its oldest turns go, system text stays.",
         ),
     ] = "error",
+    speculate: Speculate = "off",
     json: Json = False,
     verbose: Verbose = False,
 ) -> None:
@@ -53,7 +54,7 @@ def command(
     conversation = Conversation(sampling.params(), text)
     interactive = lines.is_interactive()
     with Bars() as bars:
-        llm = engine.load(model, bars)
+        llm = engine.load(model, bars, speculate)
         if not has_chat_template(llm):
             raise ValueError(f"{model} has no chat template; `flexdecode generate {model} -p TEXT` needs none")
         if verbose:

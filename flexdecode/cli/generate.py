@@ -20,7 +20,7 @@ from flexdecode.cli.explain import (
     has_chat_template,
     last_step,
 )
-from flexdecode.cli.options import EngineOptions, Json, Model, SamplingOptions, Verbose
+from flexdecode.cli.options import EngineOptions, Json, Model, SamplingOptions, Speculate, Verbose
 from flexdecode.cli.output import Bars, write_json, write_text
 from flexdecode.cli.text import clean, note, read_prompt
 from flexdecode.cli.verb import option, verb
@@ -68,6 +68,7 @@ def command(
         bool,
         option("--explain", help="Say what the last step read, the floor that this sets, and the time taken."),
     ] = False,
+    speculate: Speculate = "off",
     json: Json = False,
     verbose: Verbose = False,
 ) -> None:
@@ -77,7 +78,7 @@ def command(
     text = read_prompt(prompt, file)
     system = None if system is None else clean(system, "--system")
     with Bars() as bars:
-        llm = engine.load(model, bars)
+        llm = engine.load(model, bars, speculate)
         chat = not raw and (system is not None or has_chat_template(llm))
         if verbose:
             explain(llm, params, chat)

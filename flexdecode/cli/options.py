@@ -59,6 +59,15 @@ MaxContext = Annotated[
         show_default=False,
     ),
 ]
+Speculate = Annotated[
+    str,
+    option(
+        "--speculate",
+        metavar="lookup|MODEL",
+        help="Propose tokens and check several at once: from the text itself, or by a smaller model.",
+        panel=ENGINE,
+    ),
+]
 Json = Annotated[bool, option("--json", help="Print JSON to stdout.", panel=OUTPUT)]
 Verbose = Annotated[bool, option("--verbose", "-v", help="Say on stderr what is used and chosen.", panel=OUTPUT)]
 
@@ -112,7 +121,7 @@ class EngineOptions:
     def keys_to_ignore(self) -> tuple[str, ...]:
         return tuple(self.ignore_config or ())
 
-    def load(self, model: str, progress: Callable[[str, int, int], None]) -> LLM:
+    def load(self, model: str, progress: Callable[[str, int, int], None], speculate: str = "off") -> LLM:
         from flexdecode.llm import LLM
 
         return LLM(
@@ -130,6 +139,7 @@ class EngineOptions:
             revision=self.revision,
             offline=self.offline,
             ignore_config=self.keys_to_ignore,
+            speculate=speculate,
             progress=progress,
         )
 

@@ -17,16 +17,30 @@ from flexdecode.generation.params import SamplingParams
 from flexdecode.generation.request import Request
 from flexdecode.generation.results import TokenLogprob
 from flexdecode.generation.runner import Runner
-from flexdecode.generation.sampler import Sampler
+from flexdecode.generation.sampler import Sampler, TokenChoice
 from flexdecode.generation.scheduler import Scheduler, Work
+from flexdecode.generation.speculative import Proposer, Speculation
+from flexdecode.generation.speculator import Speculator, refuse_looking_ahead
+from flexdecode.generation.step_cost import StepCost
+from flexdecode.kernels.ops import FEW_QUERIES
 from flexdecode.models.decoder import Decoder
 
 
 class Engine:
-    """`clock` returns seconds; a test may supply its own. `computed_tokens` counts what went through the model."""
+    """`proposer` makes one for each request; None: nothing is speculated. ValueError where a token sees later ones.
+    `clock` returns seconds; a test may supply its own. `computed_tokens` counts what went through the model."""
 
-    def __init__(self, model: Decoder, config: EngineConfig, clock: Callable[[], float] = time.perf_counter) -> None:
-        self.model, self.config, self._clock = model, config, clock
+    def __init__(
+        self,
+        model: Decoder,
+        config: EngineConfig,
+        clock: Callable[[], float] = time.perf_counter,
+        proposer: Callable[[], Proposer] | None = None,
+    ) -> None:
+        self.model, self.config, self._clock, self._proposer = model, config, clock, proposer
+        if proposer is not None:
+            refuse_looking_ahead(model.masks)
+        self._cost = StepCost()
         self.cache = KVCache(
             model.cache_layers(),
             config.kv_tokens_by_group or config.kv_tokens,
@@ -87,11 +101,17 @@ class Engine:
             priority=priority,
             clock=self._clock,
             submitted=self._clock(),
+            speculator=self._speculator(),
         )
         self._next += 1
         if request.max_tokens == 0:
             request.finish_reason = "length"
         return request
+
+    def _speculator(self) -> Speculator | None:
+        if self._proposer is None:
+            return None
+        return Speculator(self._proposer(), Speculation(self._cost, FEW_QUERIES - 1))  # more are no decoding any more
 
     def _checked(self, prompt_ids: Sequence[int]) -> tuple[int, ...]:
         prompt, vocab, limit = tuple(prompt_ids), self.model.config.vocab_size, self.config.max_context
@@ -114,14 +134,19 @@ class Engine:
     def step(self) -> list[Request]:
         """Run one step; returns the requests that got a token or ended. A request whose logits are not finite ends
         with `error` set, and only that one. Where the model raises, what was to be computed waits to be run again."""
+        begun = 0.0 if self._proposer is None else self._clock()
         works = self._scheduler.schedule()
         assert works or not self.busy, "the first request can always go on"
         advanced: list[Request] = []
+        if not works:
+            return advanced
+        timed = self._proposer is not None and all(work.decodes for work in works)
         try:
-            logits_RV = self._runner.run(works) if works else None
-            rows = iter(() if logits_RV is None else logits_RV)
-            for work in works:
-                self._advance(work, next(rows) if work.completes else None, advanced)
+            logits_RV = self._runner.run(works)
+            for work, own_RV in zip(works, logits_RV.split([work.rows for work in works]), strict=True):
+                self._advance(work, own_RV, advanced)
+            if timed:
+                self._cost.observe(len(logits_RV), self._clock() - begun)
         except BaseException:
             for work in works:
                 self._undo(work.request)
@@ -132,22 +157,22 @@ class Engine:
                     self._scheduler.remove(request)
         return advanced
 
-    def _advance(self, work: Work, logits_V: Tensor | None, advanced: list[Request]) -> None:
+    def _advance(self, work: Work, logits_RV: Tensor, advanced: list[Request]) -> None:
         """Sample for a request and for those that waited for the same prompt, and let its pages be found."""
         request = work.request
         self.computed_tokens += work.count
-        if logits_V is not None:
+        if len(logits_RV):
             advanced.append(request)
-            self._sample(request, logits_V)
+            self._verify(work, logits_RV)
         if request.error is None and self.config.prefix_reuse:
             self._remember(request)
-        if logits_V is None:
+        if not len(logits_RV):
             return
         while request.followers:
             follower = request.followers[0]
             if follower.finish_reason is None:
                 advanced.append(follower)
-                self._sample(follower, logits_V)
+                self._sample(follower, logits_RV)
                 if follower.finish_reason is None:
                     self._scheduler.fork(request, follower)
             del request.followers[0]
@@ -169,16 +194,34 @@ class Engine:
         for start in range(self.cache.remembered(request.sequence), request.cached - page + 1, page):
             self.cache.remember(request.sequence, request.tokens(start, start + page))
 
-    def _sample(self, request: Request, logits_V: Tensor) -> None:
+    def _verify(self, work: Work, logits_RV: Tensor) -> None:
+        """Sample for a request, and cut from the cache what was proposed wrongly."""
+        request = work.request
+        accepted = self._sample(request, logits_RV, work.proposed)
+        if request.speculator is not None:
+            request.speculator.record(len(work.proposed), accepted)
+        if work.proposed and request.error is None:
+            assert request.sequence is not None
+            request.cached = request.length - 1
+            self.cache.truncate(request.sequence, request.cached)
+
+    def _sample(self, request: Request, logits_RV: Tensor, proposed: Sequence[int] = ()) -> int:
+        """Give a request its next tokens; how many of the proposed are among them."""
+
+        def take(choice: TokenChoice) -> bool:
+            logprob = None
+            if choice.logprob is not None:
+                logprob = TokenLogprob(choice.token_id, choice.logprob, choice.top)
+            request.accept(choice.token_id, logprob)
+            return request.finish_reason is not None
+
         try:
-            choice = request.sampler.sample(logits_V)
+            choices = request.sampler.verify(logits_RV, proposed, take)
         except ValueError as problem:
             request.error, request.finish_reason = problem, "abort"
-            return
-        logprob = None
-        if choice.logprob is not None:
-            logprob = TokenLogprob(choice.token_id, choice.logprob, choice.top)
-        request.accept(choice.token_id, logprob)
+            return 0
+        last = len(choices) - 1
+        return last + (last < len(proposed) and choices[last].token_id == proposed[last])
 
     def abort(self, request: Request) -> None:
         """End a request now and give back what it held. One that has ended already stays as it is."""

@@ -154,6 +154,7 @@ def _times(engine: Engine, context: int | None, read: Callable[[], object]) -> t
     prompt = torch.randint(0, engine.model.config.vocab_size, (context - count - 1,), generator=generator).tolist()
     params = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=count + 1).resolve({})
     request = engine.add(prompt, params)
+    request.speculator = None  # a step is one token's
     try:
         while not request.output_ids and request.error is None:  # the prefill
             engine.step()

@@ -44,6 +44,11 @@ class PromptLookup:
                 return list(tokens[end : end + most])
         return []
 
+    def close(self) -> None:
+        """What was read is forgotten."""
+        for _, _, ends in self._tables:
+            ends.clear()
+
     def _index(self, tokens: Sequence[int]) -> None:
         """Reads the new tokens. An n-gram is entered when the token after it comes, so that what the text ends with
         is not found in itself and what is found has a continuation."""

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from flexdecode.generation.params import SamplingParams
 from flexdecode.generation.results import FinishReason, Stats, TokenLogprob
 from flexdecode.generation.sampler import Sampler
+from flexdecode.generation.speculator import Speculator
 
 
 @dataclass(eq=False)
@@ -17,7 +18,7 @@ class Request:
 
     `cached` counts the tokens whose keys are in the cache; `regime` is the rope regime under which they were made.
     Requests are served by `priority`, lower first, and then as they came. `followers` are further answers to the same
-    prompt, which wait for it to be computed.
+    prompt, which wait for it to be computed. `speculator` guesses how it goes on, None where nobody does.
     """
 
     number: int
@@ -28,6 +29,7 @@ class Request:
     eos_token_ids: frozenset[int]
     priority: int = 0
     clock: Callable[[], float] = time.perf_counter
+    speculator: Speculator | None = None
     sequence: int | None = None
     cached: int = 0
     regime: tuple[int, ...] = ()
@@ -91,4 +93,6 @@ class Request:
             time_to_first_token=first - self.submitted,
             reused_tokens=self.reused or 0,
             preemptions=self.preemptions,
+            proposed_tokens=0 if self.speculator is None else self.speculator.counts.proposed,
+            accepted_tokens=0 if self.speculator is None else self.speculator.counts.accepted,
         )

@@ -25,7 +25,8 @@ class Stats:
     """Figures of one request. Time to first token runs from submission to the first sampled token and so includes
     the prefill; decode time runs from the first sampled token to the last. `reused_tokens` of the prompt were found in
     the cache and not computed for this request; `preemptions` counts how often it had to give its room in the cache to
-    another and was computed anew."""
+    another and was computed anew. `proposed_tokens` were computed on a guess, and `accepted_tokens` of them were right
+    and came without a step of their own."""
 
     prompt_tokens: int
     new_tokens: int
@@ -34,6 +35,8 @@ class Stats:
     time_to_first_token: float
     reused_tokens: int = 0
     preemptions: int = 0
+    proposed_tokens: int = 0
+    accepted_tokens: int = 0
 
     @property
     def prefill_tokens_per_second(self) -> float:

@@ -94,7 +94,7 @@ class Sampler:
         return TokenChoice(token_id, float(logprobs_V[token_id]), top)
 
     def verify(
-        self, logits_RV: Tensor, proposed: Sequence[int], stop: Callable[[int], bool] | None = None
+        self, logits_RV: Tensor, proposed: Sequence[int], stop: Callable[[TokenChoice], bool] | None = None
     ) -> list[TokenChoice]:
         """Chooses the tokens that one-at-a-time decoding would have chosen, with the same draws: the accepted ones of
         `proposed`, and one that the sampler chose itself.
@@ -103,7 +103,7 @@ class Sampler:
         R = len(proposed) + 1. A row's token is chosen and counted as by `sample`; the next row is looked at only when
         that token is the proposed one. For rows that are not looked at nothing is drawn and nothing counted.
 
-        `stop(token_id)` is called once for each choice, in order, right after it was counted; where it says true the
+        `stop(choice)` is called once for each choice, in order, right after it was counted; where it says true the
         choice is the last, and the answer may then end with an accepted token. Leaving the stop to the caller, who
         would cut the list, is right only if the request is over: the sampler has counted what was cut.
 
@@ -120,7 +120,7 @@ class Sampler:
                     raise
                 break
             choices.append(choice)
-            ended = stop is not None and stop(choice.token_id)
+            ended = stop is not None and stop(choice)
             if ended or row == len(proposed) or choice.token_id != proposed[row]:
                 break
         return choices

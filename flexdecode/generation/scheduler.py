@@ -3,14 +3,16 @@
 Requests are served by priority and then as they came. Decoding requests go into every step; prompts fill what is left
 of the step's budget, or come whole where a token may see later ones. A waiting request is admitted when there is room
 for its tokens and for a page more of every running one. Where a running one is short of a page all the same, the last
-of them gives up what it holds, waits, and is computed anew. The first of all never does, so all of them end.
+of them gives up what it holds, waits, and is computed anew. The first of all never does, so all of them end. Proposed
+tokens take what is left when all that is planned.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 
 from flexdecode.attention.cache import KVCache
 from flexdecode.config import EngineConfig
@@ -21,16 +23,32 @@ Regime = Callable[[int], tuple[int, ...]]
 
 @dataclass(frozen=True)
 class Work:
-    """Tokens [start, start + count) of one request."""
+    """Tokens [start, start + count) of one request; the last of them may be no more than proposed."""
 
     request: Request
     start: int
     count: int
+    proposed: tuple[int, ...] = ()
 
     @property
     def completes(self) -> bool:
         """Whether the step reaches the request's last known token, so that a new one can be sampled."""
-        return self.start + self.count == self.request.length
+        return self.start + self.count - len(self.proposed) == self.request.length
+
+    @property
+    def decodes(self) -> bool:
+        """Whether it goes on from the last token of an answer."""
+        return self.completes and self.count == len(self.proposed) + 1 and bool(self.request.output_ids)
+
+    @property
+    def rows(self) -> int:
+        """How many of its last tokens' logits are wanted."""
+        return len(self.proposed) + 1 if self.completes else 0
+
+    @property
+    def tokens(self) -> list[int]:
+        known = self.start + self.count - len(self.proposed)
+        return [*self.request.tokens(self.start, known), *self.proposed]
 
 
 class Scheduler:
@@ -66,7 +84,8 @@ class Scheduler:
         insort(self.waiting, request, key=_order)
 
     def schedule(self) -> list[Work]:
-        """The next step's work: every decoding request, then prompts. Admits, preempts, and starts sequences."""
+        """The next step's work: every decoding request, then prompts, or what is proposed where there is none. Admits,
+        preempts, and starts sequences."""
         self._works, self._promised = {}, [0] * len(self._promised)
         for request in list(self.running):
             if self._regime(request.length) != request.regime:  # every cached key is of the wrong angle
@@ -75,7 +94,34 @@ class Scheduler:
             if request.sequence is not None and request.length - request.cached == 1:
                 self._plan(request, 1)
         self._fill(max(1, self.config.prefill_chunk - len(self._works)))
+        if all(work.decodes for work, _ in self._works.values()):
+            self._speculate()
         return [work for work, _ in self._works.values()]
+
+    def _speculate(self) -> None:
+        """Let requests propose tokens, as many as the pages that are left, the budget and their ends allow. Nobody
+        gives up anything for them: what each request needs has been planned."""
+        rows = len(self._works)
+        for work, need in list(self._works.values()):
+            request = work.request
+            if request.speculator is None:
+                continue
+            assert request.sequence is not None
+            others = [a - b for a, b in zip(self._promised, need, strict=True)]
+            most = min(
+                request.speculator.most,
+                self._cache.room(request.sequence, others) - 1,
+                self.config.prefill_chunk - rows,
+                request.max_tokens - len(request.output_ids) - 1,  # the step gives a token beside them
+            )
+            while most > 0 and self._regime(request.length + most) != request.regime:
+                most -= 1
+            proposed = request.speculator.propose(partial(request.tokens, 0, request.length), most, rows - 1)
+            if proposed:
+                rows += len(proposed)
+                need = self._cache.need(request.sequence, 1 + len(proposed))
+                self._works[request.number] = replace(work, count=1 + len(proposed), proposed=proposed), need
+                self._promised = [a + b for a, b in zip(others, need, strict=True)]
 
     def _fill(self, budget: int) -> None:
         """Spend the budget on prompts: those under way and those that can be admitted, in order."""
@@ -211,6 +257,8 @@ class Scheduler:
             insort(places[0], heir, key=_order)
         else:
             self._release(request)
+        if request.speculator is not None:
+            request.speculator.close()
 
 
 def _order(request: Request) -> tuple[int, int]:

@@ -27,17 +27,26 @@ class Proposer(Protocol):
         the call before); none where it has no guess."""
         ...
 
+    def close(self) -> None:
+        """The request has ended: what is held for it goes."""
+        ...
+
 
 class DraftModel:
     """A smaller model's greedy continuation (Leviathan et al., 2023, at temperature 0).
 
     `continue_(tokens, most)` gives at most that many ids; what it keeps of the tokens from call to call is its own
-    matter. The draft's vocabulary may be padded further than the target's: at an id from `vocab_size` on the proposal
-    ends.
+    matter, and `forget` lets it go. The draft's vocabulary may be padded further than the target's: at an id from
+    `vocab_size` on the proposal ends.
     """
 
-    def __init__(self, continue_: Callable[[Sequence[int], int], Sequence[int]], vocab_size: int) -> None:
-        self._continue, self._vocab_size = continue_, vocab_size
+    def __init__(
+        self,
+        continue_: Callable[[Sequence[int], int], Sequence[int]],
+        vocab_size: int,
+        forget: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._continue, self._vocab_size, self._forget = continue_, vocab_size, forget
 
     def propose(self, tokens: Sequence[int], most: int) -> list[int]:
         if most < 1:
@@ -45,6 +54,9 @@ class DraftModel:
         proposed = list(self._continue(tokens, most))[:most]
         foreign = (place for place, token_id in enumerate(proposed) if token_id >= self._vocab_size)
         return proposed[: next(foreign, most)]
+
+    def close(self) -> None:
+        self._forget()
 
 
 @dataclass(frozen=True)
@@ -92,6 +104,10 @@ class Speculation:
     @property
     def counts(self) -> SpeculationCounts:
         return self._counts
+
+    @property
+    def most(self) -> int:
+        return len(self._trials)
 
     def choose(self, beside: int = 0) -> int:
         """How many tokens to propose in this step (0: none) when it computes `beside` rows of other requests, each

@@ -206,6 +206,21 @@ def test_one_more_token_costs_what_is_undecided(mask: Mask, open_keys: int, star
         assert len(seen.bits_MR) <= 3
 
 
+def test_cutting_what_came_last_keeps_what_is_settled() -> None:
+    """Guesses that were wrong: the next plan is right, and asks no more than if they had not been there."""
+    for mask in (causal(), causal() & window(200), causal() & chunked(100)):
+        counting, settled, length = Counting(mask), Settled(), 1000
+        visible(counting, 0, np.arange(length), length, 1, 1, settled)
+        for step in range(2000):
+            counting.blocks.clear()
+            q_idx = np.arange(length, length + 9)
+            got = visible(counting, 0, q_idx, length + 9, 1, 1, settled)
+            same(got, visible(mask, 0, q_idx, length + 9, 1, 1))
+            assert step < 100 or sum(counting.blocks) <= 14
+            length += 1 + step % 3
+            settled.truncate(length)
+
+
 def test_many_chunks_cost_what_is_undecided() -> None:
     """Chunked prefill: a chunk's own blocks and the window behind it, not all before."""
     for mask in (causal(), causal() & window(200)):

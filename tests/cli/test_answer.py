@@ -70,6 +70,13 @@ def test_a_rate_that_cannot_be_told_is_left_out() -> None:
     assert line.startswith("prompt 1 token, 10.0 tok/s | new 1 token | first token 0.100 s | peak memory ")
 
 
+def test_what_was_speculated_is_told_beside_the_rates() -> None:
+    stats = Stats(4, 9, 0.5, 2.0, 0.5, proposed_tokens=7, accepted_tokens=5)
+    line = stats_line(stats)
+    assert line.startswith("prompt 4 tokens, 8.0 tok/s | new 9 tokens, 4.0 tok/s | 5 of 7 proposed were right | first")
+    assert "proposed" not in stats_line(STATS)
+
+
 def test_no_logprobs_is_null_and_not_an_empty_list() -> None:
     answer = receive(iter([Chunk("a", (1,), None, "stop", STATS)]), lambda text: None)
     assert as_data(answer)["logprobs"] is None

@@ -96,12 +96,14 @@ def test_flags_are_defaults_for_lines_that_give_none(files: tuple[Path, Path], m
     source, target = files
     write(source, {"prompt": "a"}, {"prompt": "b", "temperature": 0}, chat("c", "c", max_tokens=3))
     flags = ["-n", "9", "--temp", "0.5", "--seed", "1", "--stop", "END", "--dtype", "float32", "--mask", "causal"]
+    flags += ["--speculate", "lookup"]
     assert main(["batch", "m", str(source), str(target), *flags]) == 0
     a, b, c = (params for _, _, params in script.calls)
     assert (a.max_tokens, a.temperature, a.seed, a.stop) == (9, 0.5, 1, ("END",))
     assert (b.max_tokens, b.temperature) == (9, 0.0)
     assert (c.max_tokens, c.temperature) == (3, 0.5)
     assert (script.options["dtype"], script.options["mask"]) == ("float32", "causal")
+    assert script.options["speculate"] == "lookup"
 
 
 def test_the_summary(
@@ -254,9 +256,9 @@ def test_an_input_that_changes_under_way_is_an_error(
 
     real = EngineOptions.load
 
-    def changing(self: EngineOptions, model: str, progress: Any) -> Any:
+    def changing(self: EngineOptions, *args: Any) -> Any:
         source.write_text(json.dumps({"prompt": "a"}) + "\n")
-        return real(self, model, progress)
+        return real(self, *args)
 
     monkeypatch.setattr(EngineOptions, "load", changing)
     assert main(["batch", "m", str(source), str(target)]) == 1

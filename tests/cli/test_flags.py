@@ -42,6 +42,7 @@ SAMPLING = {
     "--stop-token-id",
     "--ignore-eos",
 }
+SPECULATION = {"--speculate"}
 EVALUATION = {"--text", "--limit", "--out", "-o"}
 EVERY_VERB = {"--debug", "--json"}
 OUTPUT = {"--verbose", "-v"}
@@ -50,9 +51,10 @@ VERBS = {
     "generate": ENGINE
     | SAMPLING
     | OUTPUT
+    | SPECULATION
     | {"--prompt", "-p", "--file", "-f", "--system", "--raw", "--logprobs", "--explain"},
-    "chat": ENGINE | SAMPLING | OUTPUT | {"--system", "--overflow"},
-    "batch": ENGINE | SAMPLING | {"--retry-errors"},
+    "chat": ENGINE | SAMPLING | OUTPUT | SPECULATION | {"--system", "--overflow"},
+    "batch": ENGINE | SAMPLING | SPECULATION | {"--retry-errors"},
     "mask": {"--length", "--at", "--heads", "--head", "--png"},
     "inspect": {"--dtype", "--kv-dtype", "--max-context", "--measure", "--revision", "--offline", "--ignore-config"},
     "env": set(),

@@ -40,6 +40,15 @@ def test_text_to_stdout_and_figures_to_stderr(
     assert err.count("\n") == 1
 
 
+@pytest.mark.parametrize("verb", [["generate", "m", "-p", "hi"], ["chat", "m"]], ids=lambda verb: str(verb[0]))
+@pytest.mark.parametrize("given", [[], ["--speculate", "lookup"], ["--speculate", "small/model"]], ids=str)
+def test_who_guesses(verb: list[str], given: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    script = install(monkeypatch)
+    monkeypatch.setattr(sys, "stdin", Stdin(b""))
+    assert main([*verb, *given]) == 0
+    assert script.options["speculate"] == (given[1] if given else "off")
+
+
 def test_the_answer_streams(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each piece is written and flushed before the next one is asked for."""
     script = install(monkeypatch)
@@ -153,6 +162,7 @@ def test_every_engine_flag_reaches_the_model(monkeypatch: pytest.MonkeyPatch) ->
         "revision": "main",
         "offline": True,
         "ignore_config": ("a", "b"),
+        "speculate": "off",
     }
 
 
@@ -212,6 +222,8 @@ def test_json_is_one_object_on_stdout(capsys: pytest.CaptureFixture[str], monkey
         "time_to_first_token",
         "reused_tokens",
         "preemptions",
+        "proposed_tokens",
+        "accepted_tokens",
         "prefill_tokens_per_second",
         "decode_tokens_per_second",
         "peak_memory_bytes",

@@ -13,7 +13,7 @@ import pytest
 from flexdecode import LLM, SamplingParams
 from flexdecode.generation.engine import Engine
 from tests.checkpoints import tiny
-from tests.generation.running import Oracle, engine, idle_pages, model, params, run
+from tests.generation.running import Oracle, engine, idle_pages, longrope, params, run
 from tests.oracles import ids
 
 KINDS = ["llama", "mistral", "gemma3_text", "gpt_oss", "sinks"]
@@ -141,10 +141,7 @@ def test_under_pressure_with_a_beginning_in_common(models: Any, oracles: Any, ki
 
 def test_a_rope_regime_finds_only_its_own_keys(tmp_path: Path) -> None:
     """Keys of the same tokens differ where the length of the text decides how they turn."""
-    factors = {"short_factor": [1.0] * 8, "long_factor": [4.0, 8, 16, 32] * 2, "rope_type": "longrope"}
-    rope = {**factors, "rope_theta": 10000.0, "original_max_position_embeddings": 48, "factor": 4.0}
-    sizes = {"num_hidden_layers": 2, "hidden_size": 64, "head_dim": 16, "max_position_embeddings": 192}
-    decoder = model(tmp_path, "phi3", original_max_position_embeddings=48, rope_parameters=rope, **sizes)
+    decoder = longrope(tmp_path)
     e, oracle = engine(decoder, max_context=192), Oracle(decoder)
     short, long = ids(40), [*ids(40), *ids(30, seed=2)]
     assert computed(e, short, 4) == (oracle(short, params(4)), 40)

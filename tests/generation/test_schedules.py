@@ -5,6 +5,7 @@ The oracle is the request alone in an engine of its own that reuses nothing.
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from flexdecode import SamplingParams
 from flexdecode.generation.request import Request
-from tests.generation.running import Oracle, engine, params, run
+from tests.generation.running import RIGHT, WRONG, Oracle, Told, engine, params, run, speculating
 from tests.oracles import ids
 
 KINDS = ["llama", "mistral", "gemma3_text", "gpt_oss", "sinks"]
@@ -52,7 +53,8 @@ def test_preempted_and_resumed(models: Any, oracles: Any, kind: str, way: dict[s
 
 
 class EngineMachine(RuleBasedStateMachine):
-    """add, add choices, step, abort, ask for logits, in any order, in a cache that is too small for all."""
+    """add, add choices, step, abort, ask for logits, in any order, in a cache that is too small for all, with guesses
+    that are right, wrong, or both by turns."""
 
     models: dict[str, Any]
     oracles: dict[str, Oracle]
@@ -64,11 +66,19 @@ class EngineMachine(RuleBasedStateMachine):
         most=st.integers(1, 6),
         reuse=st.booleans(),
         page=st.sampled_from([4, 16]),
+        guesses=st.sampled_from([None, "right", "wrong", "mixed", "mixed"]),
     )
-    def start(self, kind: str, chunk: int, pages: int, most: int, reuse: bool, page: int) -> None:
+    def start(self, kind: str, chunk: int, pages: int, most: int, reuse: bool, page: int, guesses: str | None) -> None:
         self.oracle, self.pages = self.oracles[kind], pages * 16 // page
         options = {"prefill_chunk": chunk, "max_running": most, "prefix_reuse": reuse}
-        self.engine = engine(self.models[kind], kv_tokens=pages * 16, page=page, **options)
+        options |= {"kv_tokens": pages * 16, "page": page}
+        if guesses is None:
+            self.engine = engine(self.models[kind], **options)
+        else:
+            chance = random.Random(0)
+            right = {"right": RIGHT, "wrong": WRONG, "mixed": lambda: chance.randrange(8)}[guesses]
+            self.engine, _ = speculating(self.models[kind], lambda: Told(*self.coming.pop(0), right), **options)
+        self.coming: list[tuple[int, list[int]]] = []
         self.open: list[tuple[Request, list[int], SamplingParams]] = []
 
     # Prompts begin alike, so that they find each other's pages.
@@ -85,6 +95,7 @@ class EngineMachine(RuleBasedStateMachine):
         first, shared, second, rest = prompt
         tokens = [*ids(shared, seed=first), *ids(rest, seed=second)]
         choices = [params(new, **way).choice(i) for i in range(n)]
+        self.coming = [(len(tokens), self.oracle(tokens, own)) for own in choices]
         for request, own in zip(self.engine.add_choices(tokens, choices, (), priority), choices, strict=True):
             self.open.append((request, tokens, own))
 

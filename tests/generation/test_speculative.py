@@ -45,7 +45,8 @@ class Answer:
     def __init__(self, params: SamplingParams) -> None:
         self.params, self.ids, self.ended = params, list[int](), False
 
-    def stop(self, token_id: int) -> bool:
+    def stop(self, choice: TokenChoice) -> bool:
+        token_id = choice.token_id
         self.ids.append(token_id)
         end = token_id in self.params.stop_token_ids or (token_id in EOS and not self.params.ignore_eos)
         self.ended |= (end and len(self.ids) >= self.params.min_tokens) or len(self.ids) == MOST_TOKENS
@@ -59,7 +60,7 @@ def plain(model: ToyModel, sampler: Sampler, answer: Answer) -> tuple[list[Token
             choices.append(sampler.sample(model(answer.ids)))
         except ValueError as problem:
             return choices, str(problem)
-        answer.stop(choices[-1].token_id)
+        answer.stop(choices[-1])
     return choices, ""
 
 
@@ -174,9 +175,9 @@ def test_an_answer_that_ends_inside_is_not_counted_further() -> None:
     sampler, other = Sampler(params, PROMPT, V, EOS), Sampler(params, PROMPT, V, EOS)
     asked: list[int] = []
 
-    def stop(token_id: int) -> bool:
-        asked.append(token_id)
-        return token_id == 1
+    def stop(choice: TokenChoice) -> bool:
+        asked.append(choice.token_id)
+        return choice.token_id == 1
 
     choices = sampler.verify(rows_RV, [4, 1, 4], stop)
     assert [choice.token_id for choice in choices] == asked == [4, 1]
