@@ -3,6 +3,7 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
 #include <ATen/ops/from_blob.h>
 #if defined(__linux__)
 #include <sys/mman.h>
@@ -18,7 +19,7 @@ using at::Tensor;
 
 // A run of memory that many tensors share; it is given back with the last of them.
 struct Chunk {
-  static constexpr int64_t PAGE = int64_t{2} << 20, SIZE = int64_t{64} << 20;
+  static constexpr int64_t PAGE = int64_t{2} << 20, SIZE = int64_t{16} << 20, LEAST = int64_t{1} << 16;
   char* data;
   int64_t size, used = 0;
 
@@ -33,12 +34,14 @@ struct Chunk {
   Chunk(const Chunk&) = delete;
 };
 
-// An uninitialized tensor in such memory. What is larger than a chunk gets one of its own.
+// An uninitialized tensor in such memory. What is larger than a chunk gets one of its own; what is smaller than LEAST lies
+// elsewhere, since a norm that outlives its layer would keep a whole chunk.
 Tensor held_empty(at::IntArrayRef sizes, at::ScalarType type) {
   static std::mutex busy;
   static std::weak_ptr<Chunk> last;
   int64_t bytes = c10::elementSize(type);
   for (const int64_t size : sizes) bytes *= size;
+  if (bytes < Chunk::LEAST) return at::empty(sizes, at::TensorOptions().dtype(type));
   const int64_t room = (bytes + 63) / 64 * 64;
   const std::lock_guard<std::mutex> lock(busy);
   std::shared_ptr<Chunk> chunk = last.lock();
