@@ -21,7 +21,7 @@ from flexdecode.quantizer.modules import Module
 _FP32 = 4
 _SLAB_COPIES = 8 << 24  # of search: eight fp32 copies of a slab
 _SLACK = 1.25  # memory that is free again and that the allocator keeps
-_SHARED = 3 << 24  # runs of memory that weights of neighbouring layers share: free when all of them are
+_SHARED = 6 << 24  # runs of memory that weights of neighbouring layers share: free when all of them are
 _CANDIDATES = 2 * (len(COARSE) + 2) + 1  # of the scale search, at most
 
 

@@ -112,4 +112,4 @@ def test_memory_is_what_was_said(model: str, options: dict[str, Any], tokens: in
     """And a later layer takes no more than an earlier one."""
     said, took = measured(f"random:{model}", tmp_path / "out", tokens, 4, **options)
     assert took[-1] <= said < 2 * took[-1]
-    assert took[-1] <= 1.1 * took[2]
+    assert took[-1] <= 1.25 * took[2]  # a layer that stayed would be a third

@@ -24,13 +24,23 @@ struct Chunk {
   int64_t size, used = 0;
 
   explicit Chunk(int64_t bytes) : size((std::max(bytes, SIZE) + PAGE - 1) / PAGE * PAGE) {
+#if defined(MADV_HUGEPAGE)
+    // Mapped, not allocated: an allocator would keep what is given back, in pieces.
+    whole = mmap(nullptr, size + PAGE, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    TORCH_CHECK(whole != MAP_FAILED, "there is no memory for ", size, " bytes of weights");
+    data = reinterpret_cast<char*>((reinterpret_cast<uintptr_t>(whole) + PAGE - 1) / PAGE * PAGE);
+    madvise(data, size, MADV_HUGEPAGE);  // a wish: where it is not heard, pages are small
+#else
     data = static_cast<char*>(std::aligned_alloc(PAGE, size));
     TORCH_CHECK(data, "there is no memory for ", size, " bytes of weights");
-#if defined(MADV_HUGEPAGE)
-    madvise(data, size, MADV_HUGEPAGE);  // a wish: where it is not heard, pages are small
 #endif
   }
+#if defined(MADV_HUGEPAGE)
+  ~Chunk() { munmap(whole, size + PAGE); }
+  void* whole;
+#else
   ~Chunk() { std::free(data); }
+#endif
   Chunk(const Chunk&) = delete;
 };
 
