@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
 
 from flexdecode import LLM
 from flexdecode.benchmark import ceilings, rounds
-from flexdecode.benchmark.rounds import Work
+from flexdecode.benchmark.rounds import Times, Work
 from flexdecode.generation import explain
 
 STEP, READ, PRODUCT = 2.0, 0.5, 0.25  # seconds
@@ -65,3 +65,17 @@ def small_reads(monkeypatch: pytest.MonkeyPatch) -> None:
     """Reads that need not outgrow a cache: no rate is asserted."""
     monkeypatch.setattr(ceilings, "_COLD_BYTES", 1 << 20)
     monkeypatch.setattr(explain, "_LEAST_READ", 1 << 20)
+
+
+@pytest.fixture
+def one_second_each(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
+    """Every work runs once, and takes as long as this says, or one second."""
+    seconds: dict[str, float] = {}
+
+    def run(works: Mapping[str, Work], repetitions: int, most_seconds: float | None = None) -> Times:
+        for work in works.values():
+            work.seconds()
+        return Times({name: dict.fromkeys(range(repetitions), seconds.get(name, 1.0)) for name in works})
+
+    monkeypatch.setattr(rounds, "run", run)
+    return seconds

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -11,11 +10,10 @@ import torch
 
 from flexdecode.attention.masks import causal, mask, window
 from flexdecode.attention.scores import score
-from flexdecode.benchmark import kernels, rounds, rows
+from flexdecode.benchmark import kernels, rows
 from flexdecode.benchmark.cases import Case, causal_in_python, distance_in_python
 from flexdecode.benchmark.ceilings import Gemm
 from flexdecode.benchmark.kernels import bench
-from flexdecode.benchmark.rounds import Times, Work
 
 DECODE = Case("decode", 200, 64, 3, kv_heads=2, beside=("sdpa", "sdpa_folded"))
 PREFILL = Case("prefill", 100, 64, 2, queries=100, kv_heads=1, beside=("sdpa",))
@@ -38,20 +36,6 @@ MEASURED = {"error", "checked_rows", "ms", "ms_q1", "ms_q3", "ms_min", "ms_max"}
 @pytest.fixture(autouse=True)
 def small_products(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "Gemm", lambda: Gemm((8, 16, 8)))
-
-
-@pytest.fixture
-def one_second_each(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
-    """Every work runs once, and takes as long as this says, or one second."""
-    seconds: dict[str, float] = {}
-
-    def run(works: Mapping[str, Work], repetitions: int, most_seconds: float | None = None) -> Times:
-        for work in works.values():
-            work.seconds()
-        return Times({name: dict.fromkeys(range(repetitions), seconds.get(name, 1.0)) for name in works})
-
-    monkeypatch.setattr(rounds, "run", run)
-    return seconds
 
 
 def row_of(case: Case, repetitions: int = 2) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -10,10 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from flexdecode.benchmark import matrices, products, rounds, rows
+from flexdecode.benchmark import matrices, products, rows
 from flexdecode.benchmark.ceilings import Gemm
 from flexdecode.benchmark.products import Product, bench, cases
-from flexdecode.benchmark.rounds import Times, Work
 
 ONE = Product("int4", 96, 128, 1, 32)
 EACH = [ONE, Product("int8-weights", 96, 128, 1), Product("dense", 96, 128, 1)]
@@ -26,20 +24,6 @@ MEASURED = {"held_as", "error", "checked_outputs", "ms", "ms_q1", "ms_q3", "ms_m
 def small_ceilings(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(products, "Gemm", lambda: Gemm((8, 16, 8)))
     monkeypatch.setattr(matrices, "copies", lambda nbytes: 2)
-
-
-@pytest.fixture
-def one_second_each(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
-    """Every work runs once, and takes as long as this says, or one second."""
-    seconds: dict[str, float] = {}
-
-    def run(works: Mapping[str, Work], repetitions: int, most_seconds: float | None = None) -> Times:
-        for work in works.values():
-            work.seconds()
-        return Times({name: dict.fromkeys(range(repetitions), seconds.get(name, 1.0)) for name in works})
-
-    monkeypatch.setattr(rounds, "run", run)
-    return seconds
 
 
 def row_of(case: Product) -> dict[str, Any]:

@@ -29,7 +29,7 @@ struct Heads {
   const Held* held;
   const int64_t* slots;  // [tokens], where k and v go
 
-  int64_t element() const { return type == Float::fp32 ? 4 : 2; }
+  int64_t element() const { return bytes_of(type); }
   int64_t each() const { return heads + 2 * kv_heads; }
   bool norms_whole() const { return q_norm.weight && norm_all; }
 };

@@ -17,6 +17,9 @@ constexpr int TILE = 32;       // rows of a tile
 constexpr int MOST_ROWS = 8;   // rows of activations that one pass over a tile serves
 
 enum class Float { fp32, bf16, fp16 };
+
+inline int64_t bytes_of(Float type) { return type == Float::fp32 ? 4 : 2; }
+
 enum class Offsets { none, int8, fp32 };
 
 struct Int4Matrix {

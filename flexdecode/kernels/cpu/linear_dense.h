@@ -98,7 +98,7 @@ void dense_tile(const DenseMatrix& w, const T* x, int64_t stride, int64_t tile, 
 template <class T>
 void dense_as(const DenseMatrix& w, const Rows& in, const Out& out, int64_t first, int64_t last) {
   const T* x = static_cast<const T*>(in.x);
-  const int64_t size = out.type == Float::fp32 ? 4 : 2;
+  const int64_t size = bytes_of(out.type);
   for (int64_t tile = first; tile < last; ++tile)
     for (int64_t row = 0; row < in.count; row += DENSE_ROWS) {
       const T* own = x + row * in.stride;

@@ -56,7 +56,7 @@ class StackRun {
     total += (bytes + 63) / 64 * 64;
     return from;
   }
-  int64_t element() const { return call_.type == Float::fp32 ? 4 : 2; }
+  int64_t element() const { return bytes_of(call_.type); }
   bool alone() const { return call_.tokens == 1; }
 
   void wait(Member& m, Phase phase);
