@@ -22,6 +22,7 @@ import torch
 _log = logging.getLogger(__name__)
 
 SOURCES = Path(__file__).parent / "cpu"
+_CPUINFO = Path("/proc/cpuinfo")
 _COMMON = (
     "-O3 -std=c++20 -fPIC -fvisibility=hidden -fno-math-errno -fno-trapping-math -ffp-contract=fast -Wall -Wno-psabi "
     "-Wno-uninitialized -Wno-maybe-uninitialized"  # the compiler's own vector headers trip these two
@@ -30,6 +31,7 @@ _AVX512 = "-mavx512f -mavx512bw -mavx512vl -mavx512dq -mavx2 -mfma -mf16c".split
 # By machine, in the order of preference: name and flags.
 ISAS: dict[str, dict[str, list[str]]] = {
     "x86_64": {
+        "amx": [*_AVX512, "-mavx512bf16", "-mavx512vnni", "-mamx-tile", "-mamx-bf16"],
         "avx512bf16": [*_AVX512, "-mavx512bf16", "-mavx512vnni"],
         "avx512": _AVX512,
         "avx2": "-mavx2 -mfma -mf16c".split(),
@@ -55,8 +57,26 @@ def compiler() -> str | None:
 
 
 def isas() -> dict[str, list[str]]:
-    """Instruction sets to compile for this machine, with their flags."""
-    return ISAS.get(platform.machine(), {"portable": ["-DFLEX_PORTABLE"]})
+    """Instruction sets to compile for this machine, with their flags; AMX only where processor and compiler have it,
+    since few processors do and compilers of some years ago do not know it."""
+    names = ISAS.get(platform.machine(), {"portable": ["-DFLEX_PORTABLE"]})
+    return {
+        name: flags for name, flags in names.items() if name != "amx" or (_has_amx() and _known(compiler(), *flags))
+    }
+
+
+def _has_amx() -> bool:
+    try:
+        return "amx_bf16" in _CPUINFO.read_text().split()
+    except OSError:
+        return False
+
+
+@cache
+def _known(cxx: str | None, *flags: str) -> bool:
+    """Whether the compiler takes these flags."""
+    command = [str(cxx), *flags, "-E", "-x", "c++", os.devnull]
+    return cxx is not None and subprocess.run(command, capture_output=True, check=False).returncode == 0
 
 
 def load() -> None:
@@ -97,7 +117,7 @@ def build(folder: Path) -> Path:
     target = _target(folder, commands)
     if target.exists():
         return target
-    _log.info("compiling the CPU kernels, once for this machine (about ten seconds)")
+    _log.info("compiling the CPU kernels, once for this machine (under a minute)")
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent) as work:
         _run([[*command, "-o", str(Path(work) / f"{name}.o")] for name, command in commands.items()])

@@ -59,3 +59,20 @@ def test_every_machine_has_a_portable_path(monkeypatch: pytest.MonkeyPatch) -> N
     for machine in ("x86_64", "aarch64", "riscv64"):
         monkeypatch.setattr("platform.machine", lambda name=machine: name)
         assert "portable" in build.isas()
+
+
+@pytest.mark.parametrize(
+    ("flags", "exit_code", "there"), [("amx_bf16", 0, True), ("amx_bf16", 1, False), ("avx2", 0, False)]
+)
+def test_amx_needs_a_processor_and_a_compiler_that_have_it(
+    flags: str, exit_code: int, there: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cpuinfo, cxx = tmp_path / "cpuinfo", tmp_path / "c++"
+    cpuinfo.write_text(f"flags\t\t: fpu {flags} avx512f\n")
+    cxx.write_text(f"#!/bin/sh\nexit {exit_code}\n")
+    cxx.chmod(0o755)
+    monkeypatch.setattr("platform.machine", lambda: "x86_64")
+    monkeypatch.setattr(build, "_CPUINFO", cpuinfo)
+    monkeypatch.setattr(build, "compiler", lambda: str(cxx))
+    assert ("amx" in build.isas()) == there
+    assert "avx512bf16" in build.isas()

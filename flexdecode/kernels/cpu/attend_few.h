@@ -13,12 +13,14 @@
 
 #include "ahead.h"
 #include "attend.h"
+#include "dot_amx.h"
 #include "dot_bf16.h"
 #include "dot_int8.h"
 #include "pieces.h"
 #include "products.h"
 #include "ring.h"
 #include "scores.h"
+#include "scratch.h"
 #include "states.h"
 #include "vec.h"
 
@@ -26,87 +28,6 @@ namespace flex {
 namespace FLEX_ISA {
 
 constexpr int64_t kLeadBytes = 12288;  // of keys and values asked for before they are read
-
-// What products are made of.
-enum class By { fp32, bf16, int8 };
-
-// Scratch of a thread: the group's queries widened [rows4, padded(head_dim)] (or as they are, bf16), scores and weights
-// of a block [rows4, 64] each (weights in bf16 for dot products), sums [rows4, dv], maximum and total.
-// For products of int8: queries, weights and sums in integers, and their scales.
-struct Scratch {
-  float *q, *s, *p, *acc, *max, *sum;
-  bf16 *q16, *p16;
-  int8_t* q8;       // [rows4, d]
-  uint8_t* p8;      // [rows4, 64]
-  void* spare;      // rows of a step that lie apart, brought together
-  int32_t* sums;    // [rows4, dv8]
-  float *q8_scale, *q8_offset, *unit;  // [rows4]
-  int64_t rows4, d, dv, dv8;
-  // Whether the four rows from `row` on, a multiple of four, are taken together with four others.
-  bool paired(int64_t row) const { return row / (2 * kRows) * (2 * kRows) + kRows < rows4; }
-  Scratch(const AttendArgs& a, int64_t rows, float* at)
-      : rows4((rows + kRows - 1) / kRows * kRows), d(padded(a.head_dim)), dv8((a.v_head_dim + 63) / 64 * 64) {
-    dv = a.kv_type == Type::int8 ? dv8 : padded(a.v_head_dim);
-    q = at;
-    s = q + rows4 * d;
-    p = s + rows4 * kBlock;
-    acc = p + rows4 * kBlock;
-    max = acc + rows4 * dv;
-    sum = max + rows4;
-    p16 = reinterpret_cast<bf16*>(p);
-    q16 = reinterpret_cast<bf16*>(q);
-    q8_scale = sum + rows4;
-    q8_offset = q8_scale + rows4;
-    unit = q8_offset + rows4;
-    sums = reinterpret_cast<int32_t*>(unit + rows4);
-    p8 = reinterpret_cast<uint8_t*>(sums + rows4 * dv8);
-    q8 = reinterpret_cast<int8_t*>(p8 + rows4 * kBlock);
-    spare = q8 + rows4 * d;
-  }
-#if FLEX_DOT_INT8
-  Queries8 queries8(int64_t row) const { return {q8 + row * d, q8_scale + row, q8_offset + row}; }
-#endif
-  static int64_t floats(const AttendArgs& a, int64_t rows) {
-    const int64_t rows4 = (rows + kRows - 1) / kRows * kRows;
-    const int64_t integers = 3 + (a.v_head_dim + 63) / 64 * 64 + kBlock / 4 + padded(a.head_dim) / 4;
-    const int64_t spare = kStepMost * std::max(a.head_dim, a.v_head_dim);
-    return rows4 * (padded(a.head_dim) + 2 * kBlock + (a.v_head_dim + 63) / 64 * 64 + 2 + integers) + spare;
-  }
-};
-
-inline int64_t scratch_floats(const AttendArgs& a, int64_t rows) { return Scratch::floats(a, rows); }
-
-#if FLEX_DOT_BF16
-// For dot products: a single row as it is, else four rows in halves, or in quarters where eight are taken together.
-inline void copy_queries(const AttendArgs& a, const Tile& tile, int64_t kv_head, int64_t rows, Scratch& x) {
-  const auto at = [&](int64_t row) {
-    return static_cast<const bf16*>(a.q) + (tile.row + row % tile.count) * a.q_token + head_of(a, tile, kv_head, row) * a.q_head;
-  };
-  if (rows == 1) {
-    std::memcpy(x.q16, at(0), a.head_dim * sizeof(bf16));
-    return;
-  }
-  for (int64_t r = 0; r < rows; r += kRows) {
-    const bf16* four[kRows];
-    const int64_t count = std::min<int64_t>(rows - r, kRows);
-    for (int64_t i = 0; i < count; ++i) four[i] = at(r + i);
-    lay_rows(four, count, a.head_dim, x.d, x.paired(r) ? 8 : 16, x.q16 + r * x.d);
-  }
-}
-#endif
-
-template <class Q>
-inline void widen_queries(const AttendArgs& a, const Tile& tile, int64_t kv_head, Scratch& x) {
-  const int64_t group = a.heads / a.kv_heads;
-  std::fill(x.q, x.q + x.rows4 * x.d, 0.0f);
-  for (int64_t g = 0; g < group; ++g) {
-    for (int64_t i = 0; i < tile.count; ++i) {
-      const Q* from = static_cast<const Q*>(a.q) + (tile.row + i) * a.q_token + (kv_head * group + g) * a.q_head;
-      float* to = x.q + (g * tile.count + i) * x.d;
-      for (int64_t d = 0; d < a.head_dim; ++d) to[d] = widen(from[d]) * a.scale;
-    }
-  }
-}
 
 // Softmax of one row over a block: scores become weights, the running maximum and total move on, and what was summed
 // before is scaled down. Scores are still to be multiplied by `scale` and, where they are given, the keys' scales; `seen`
@@ -144,7 +65,7 @@ FLEX_INLINE void softmax_row(Scratch& x, int64_t row, float scale, uint64_t seen
   }
   x.sum[row] += sum(total);
 #if FLEX_DOT_BF16
-  if constexpr (by == By::bf16) {
+  if constexpr (halves(by)) {
 #pragma GCC unroll 16
     for (int i = 0; i < kVectors; ++i) round_weights(s[i], x.p16 + row * kBlock + i * W);
     return;
@@ -163,6 +84,13 @@ FLEX_INLINE void softmax_row(Scratch& x, int64_t row, float scale, uint64_t seen
 // Scores of all rows and a step's keys, the first of them number `first` of its block.
 template <class T, By by>
 FLEX_INLINE void score_keys(const AttendArgs& a, int64_t rows, Scratch& x, const Rows<T>& k, int64_t keys, int64_t first, Ahead& ahead) {
+#if FLEX_DOT_TILES
+  if constexpr (by == By::tiles) {
+    for (int64_t r = 0; r < rows; r += kTileRows)
+      scores16x32(x.q16 + r * x.d, std::min(rows - r, kTileRows), k.at, k.stride, a.head_dim, x.turned, x.s + r * kBlock + first, ahead);
+    return;
+  }
+#endif
 #if FLEX_DOT_BF16
   if constexpr (by == By::bf16) {
     if (rows == 1) {
@@ -218,6 +146,15 @@ FLEX_INLINE void sum_values(const AttendArgs& a, const Tile& tile, int64_t rows,
     }
   }
 #endif
+#if FLEX_DOT_TILES
+  if constexpr (by == By::tiles) {
+    if (!b.bits) {
+      pair_values(v.at, v.stride, n, a.v_head_dim, x.pairs, ahead);
+      for (int64_t r = 0; r < rows; r += kTileRows) weighted16(x.acc + r * x.dv, x.dv, x.p16 + r * kBlock + first, x.pairs, a.v_head_dim);
+      return;
+    }
+  }
+#endif
   if (!b.bits) {
     for (int64_t r = 0; r < x.rows4; r += kRows) {
       float* acc = x.acc + r * x.dv;
@@ -242,7 +179,7 @@ FLEX_INLINE void sum_values(const AttendArgs& a, const Tile& tile, int64_t rows,
     if constexpr (by == By::int8) turn_order8(acc, x.dv);
 #endif
 #if FLEX_DOT_BF16
-    if constexpr (by == By::bf16) {
+    if constexpr (halves(by)) {
       for (int64_t j = 0; j < n; ++j) p[j] = widen(x.p16[row * kBlock + first + j]);
       restore_order(acc, x.dv);
     } else
@@ -250,7 +187,7 @@ FLEX_INLINE void sum_values(const AttendArgs& a, const Tile& tile, int64_t rows,
       std::memcpy(p, x.p + row * kBlock + first, n * sizeof(float));
     weighted1(acc, p, b.bits[row % tile.bit_rows] >> first, v.at, v.stride, n, a.v_head_dim);
 #if FLEX_DOT_BF16
-    if constexpr (by == By::bf16) dot_order(acc, x.dv);
+    if constexpr (halves(by)) dot_order(acc, x.dv);
 #endif
 #if FLEX_DOT_INT8
     if constexpr (by == By::int8) turn_order8(acc, x.dv);
@@ -264,7 +201,7 @@ FLEX_INLINE void weigh(const AttendArgs& a, const Tile& tile, int64_t kv_head, i
                        int64_t to_ask, Ahead& ahead) {
   const uint64_t all = b.n < kBlock ? (uint64_t{1} << b.n) - 1 : ~uint64_t{0};
   const int64_t parts = rows * (kBlock / W), lines = (to_ask + parts - 1) / parts;
-  const float scale = by == By::bf16 ? a.scale : 1.0f;  // queries that were not widened were not scaled either
+  const float scale = halves(by) ? a.scale : 1.0f;  // queries that were not widened were not scaled either
   const auto seen_by = [&](int64_t row) { return b.bits ? all & b.bits[row % tile.bit_rows] : all; };
   const bool plain = a.pass == Pass::all && !a.op_count;
   for (int64_t row = 0; row < rows; ++row) {
@@ -298,7 +235,7 @@ void blocks(const AttendArgs& a, const Piece& piece, Scratch& x) {
   const Tile& tile = a.tiles[piece.tile];
   const int64_t rows = a.heads / a.kv_heads * tile.count, count = piece.last_block - piece.first_block;
   if (count == 0) return;  // nothing is seen
-  Ring<T> ring(a, tile, piece.kv_head);
+  Ring<T> ring(a, tile, piece.kv_head, by == By::tiles ? kStepMost : step_of(a.head_dim * sizeof(T)));
   const int64_t keys = ring.step, steps = kBlock / keys;
   Block held[3];
   Block *last = held, *now = held + 1, *next = held + 2;
@@ -327,19 +264,36 @@ void blocks(const AttendArgs& a, const Piece& piece, Scratch& x) {
   }
 }
 
+inline void all_blocks(const AttendArgs& a, const Piece& p, By by, Scratch& x) {
+#if FLEX_DOT_TILES
+  if (by == By::tiles) {
+    const Tiles tiles(a.head_dim);
+    return blocks<bf16, By::tiles>(a, p, x);
+  }
+#endif
+#if FLEX_DOT_BF16
+  if (by == By::bf16) return blocks<bf16, By::bf16>(a, p, x);
+#endif
+#if FLEX_DOT_INT8
+  if (by == By::int8) return blocks<int8_t, By::int8>(a, p, x);
+#endif
+  switch (a.kv_type) {
+    case Type::bf16: return blocks<bf16, By::fp32>(a, p, x);
+    case Type::fp16: return blocks<fp16, By::fp32>(a, p, x);
+    case Type::int8: return blocks<int8_t, By::fp32>(a, p, x);
+    default: return blocks<float, By::fp32>(a, p, x);
+  }
+}
+
 inline void piece(const AttendArgs& a, const Piece& p, float* scratch, float* state) {
   const Tile& tile = a.tiles[p.tile];
   const int64_t rows = a.heads / a.kv_heads * tile.count;
   Scratch x(a, rows, scratch);
-#if FLEX_DOT_BF16
-  const bool dot = a.q_type == Type::bf16 && a.kv_type == Type::bf16;
-#else
-  constexpr bool dot = false;
-#endif
-  if (dot) {
+  const By by = by_of(a, rows);
+  if (halves(by)) {
 #if FLEX_DOT_BF16
     std::memset(x.q16, 0, x.rows4 * x.d * sizeof(bf16));
-    copy_queries(a, tile, p.kv_head, rows, x);
+    copy_queries(a, tile, p.kv_head, rows, by, x);
 #endif
   } else {
     switch (a.q_type) {
@@ -349,8 +303,7 @@ inline void piece(const AttendArgs& a, const Piece& p, float* scratch, float* st
     }
   }
 #if FLEX_DOT_INT8
-  const bool integers = a.q_type == Type::bf16 && a.kv_type == Type::int8;  // who gives more digits gets fp32
-  if (integers)
+  if (by == By::int8)
     for (int64_t r = 0; r < x.rows4; r += kRows)
       lay_queries8(x.q + r * x.d, x.d, std::min<int64_t>(rows - r, kRows), a.head_dim, x.d, x.queries8(r));
 #endif
@@ -359,27 +312,15 @@ inline void piece(const AttendArgs& a, const Piece& p, float* scratch, float* st
   std::fill(x.max, x.max + x.rows4, kNone);
   std::fill(x.sum, x.sum + x.rows4, 0.0f);
   std::fill(x.p, x.p + x.rows4 * kBlock, 0.0f);
+  all_blocks(a, p, by, x);
 #if FLEX_DOT_BF16
-  if (dot) {
-    blocks<bf16, By::bf16>(a, p, x);
+  if (halves(by))
     for (int64_t row = 0; row < rows; ++row) restore_order(x.acc + row * x.dv, x.dv);
-  } else
 #endif
-    switch (a.kv_type) {
-      case Type::bf16: blocks<bf16, By::fp32>(a, p, x); break;
-      case Type::fp16: blocks<fp16, By::fp32>(a, p, x); break;
-      case Type::int8:
 #if FLEX_DOT_INT8
-        if (integers) {
-          blocks<int8_t, By::int8>(a, p, x);
-          for (int64_t row = 0; row < rows; ++row) turn_order8(x.acc + row * x.dv, x.dv);
-          break;
-        }
+  if (by == By::int8)
+    for (int64_t row = 0; row < rows; ++row) turn_order8(x.acc + row * x.dv, x.dv);
 #endif
-        blocks<int8_t, By::fp32>(a, p, x);
-        break;
-      default: blocks<float, By::fp32>(a, p, x);
-    }
   if (a.pass == Pass::score) return;
   const int64_t width = padded(a.v_head_dim);
   for (int64_t row = 0; row < rows; ++row) {

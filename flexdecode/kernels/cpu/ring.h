@@ -10,8 +10,11 @@
 namespace flex {
 namespace FLEX_ISA {
 
-constexpr int64_t kStepMost = 16, kStepLeast = 8;  // keys whose values are summed between the scores of others
+constexpr int64_t kStepMost = 32, kStepLeast = 8;  // keys whose values are summed between the scores of others
 constexpr int64_t kStepBytes = 4096;               // which is to be no more than this: twice two steps stay in the nearest cache
+
+// Keys of a step where products take any number of them.
+FLEX_INLINE int64_t step_of(int64_t key_bytes) { return 16 * key_bytes > kStepBytes ? kStepLeast : 16; }
 
 // Rows of keys or values, `stride` elements apart.
 template <class T>
@@ -36,8 +39,8 @@ class Ring {
  public:
   const int64_t step;  // keys
 
-  Ring(const AttendArgs& a, const Tile& tile, int64_t kv_head)
-      : step(a.head_dim * static_cast<int64_t>(sizeof(T)) * kStepMost > kStepBytes ? kStepLeast : kStepMost), a_(a), tile_(tile),
+  Ring(const AttendArgs& a, const Tile& tile, int64_t kv_head, int64_t keys)
+      : step(keys), a_(a), tile_(tile),
         k_(static_cast<const T*>(a.k) + kv_head * a.k_head), v_(static_cast<const T*>(a.v) + kv_head * a.v_head),
         k_scale_(a.k_scale ? a.k_scale + kv_head * a.slots : nullptr), v_scale_(a.k_scale ? a.v_scale + kv_head * a.slots : nullptr) {}
 
