@@ -111,9 +111,13 @@ def test_logits_step_by_step(model: Any, kind: str, side: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_logits_in_half_precision(model: Any, dtype: torch.dtype, tmp_path_factory: pytest.TempPathFactory) -> None:
-    """As near to the same weights in fp32 as its own attention is, or nearer."""
+    """As near to the same weights in fp32 as its own attention is, or nearer. A router sends a token to all experts:
+    between two that it likes the same, the last bit of anything decides, and the token's error says nothing of us."""
     tokens, there = padded("left")
     seen = there.bool()
+    for module in model.modules():
+        if hasattr(module, "top_k"):
+            module.top_k = module.num_experts
     model.to(dtype).float().set_attn_implementation("eager")
     with torch.no_grad():
         exact = model(tokens, attention_mask=there).logits[seen]
