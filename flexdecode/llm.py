@@ -64,7 +64,8 @@ class LLM:
     that begin alike, as the turns of a chat do, find the keys of their beginning in the cache; a mod must then answer
     alike for as long as the LLM lives. speculate: "lookup" proposes tokens from the text itself, a model's name lets
     that one propose (a smaller one of the same vocabulary), and several are verified in one step where that is quicker;
-    the answer stays what it is.
+    the answer stays what it is. batch_invariant: the logits of a token have the same bits whatever else its steps
+    compute (other requests, chunks of the prompt, guessed tokens, a reused prefix), at the cost of a slower prefill.
     ignore_config: config keys to pass over. progress: called with ("load" | "prefill", done, total).
 
     Raises ValueError, one line with the remedy, for a checkpoint or an option that cannot be served.
@@ -86,6 +87,7 @@ class LLM:
         ignore_memory: bool = False,
         prefix_reuse: bool = True,
         speculate: str | Path = "off",
+        batch_invariant: bool = False,
         revision: str | None = None,
         offline: bool = False,
         threads: int | None = None,
@@ -115,7 +117,7 @@ class LLM:
         if self.speculate != "off":
             refuse_looking_ahead(mods.mask_of(layer.attention) for layer in self.config.layers)
         proposer = self._proposer(dtype=dtype, device=device, offline=offline, progress=progress)
-        loader = WeightLoader(self.source, self.config, self._names, compute, place, self._loading)
+        loader = WeightLoader(self.source, self.config, self._names, compute, place, self._loading, batch_invariant)
         held = weights_held(self.source, rules(self.config, self._names, frozenset(self.source.names())), compute)
         config = settle(
             str(self.source.path),

@@ -79,6 +79,7 @@ class AttentionPlan:
     tiles: tuple[Tile, ...]
     rows: int
     heads: int | None = None  # of the queries, where the mask may differ by head
+    batch_invariant: bool = False
     # What a backend has derived from the plan, for the other layers of the step.
     memo: dict[str, object] = field(default_factory=dict, compare=False, repr=False)
 
@@ -101,13 +102,16 @@ def plan_attention(
     *,
     heads: int | None = None,
     batch: Sequence[int] | None = None,
+    batch_invariant: bool = False,
 ) -> AttentionPlan:
     """Plan `q_lens[i]` queries of `sequences[i]`, whose keys the cache already counts (`cache.append`).
 
     A query's position is length - q_len + i; `q_positions[i]` (int64 [q_lens[i]]) overrides it. `heads` is the number
     of query heads, wanted where the mask may differ by head. `batch[i]` is the b that mods are called with, i by
-    default. Raises ValueError where more queries than tokens are asked for, their keys have been given back, or no
-    group of the cache has this mask.
+    default. `batch_invariant`: a query's result is to have the same bits whatever other queries come with it.
+
+    Raises ValueError where more queries than tokens are asked for, their keys have been given back, or no group of the
+    cache has this mask.
     """
     group = next((i for i, g in enumerate(cache.groups) if g.mask == mask), None)
     if group is None:
@@ -136,13 +140,14 @@ def plan_attention(
             batch=i if batch is None else batch[i],
             settled=cache.settled(group, sequence),
             pages_P=cache.groups[group].numbers(sequence),
+            many=not batch_invariant,
         )
         if cache.groups[group].has_holes(sequence):
             for tile in own:
                 _check_held(tile, cache, group, sequence)
         tiles += own
         row += count
-    return AttentionPlan(mask, group, tuple(tiles), row, heads if mask.per_head else None)
+    return AttentionPlan(mask, group, tuple(tiles), row, heads if mask.per_head else None, batch_invariant)
 
 
 def plan_tiles(
@@ -157,8 +162,10 @@ def plan_tiles(
     settled: Settled | None = None,
     pages_P: NDArray[np.int32] | None = None,
     base: int = 0,
+    many: bool = True,
 ) -> list[Tile]:
-    """The tiles of one sequence: one for few queries, else one for each MANY_ROWS; by kv head where they differ."""
+    """The tiles of one sequence: one for few queries, else one for each MANY_ROWS, or without `many` for each
+    FEW_QUERIES; by kv head where they differ."""
     if heads is None:
         if mask.per_head:
             raise ValueError(f"{mask} may differ by head: tell the plan how many query heads there are (heads=)")
@@ -166,7 +173,7 @@ def plan_tiles(
     if heads % kv_heads:
         raise ValueError(f"{heads} query heads cannot share {kv_heads} kv_heads: the one must divide the other")
     mask.check_heads(heads)
-    step = len(q_idx_Q) if len(q_idx_Q) <= FEW_QUERIES else MANY_ROWS
+    step = MANY_ROWS if many and len(q_idx_Q) > FEW_QUERIES else FEW_QUERIES
     tiles = []
     for first in range(0, len(q_idx_Q), step):
         q_idx = q_idx_Q[first : first + step]

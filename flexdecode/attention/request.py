@@ -13,6 +13,7 @@ from flexdecode.attention.plan import AttentionPlan
 from flexdecode.attention.scores import ScoreMod
 
 Phase = Literal["few", "many"]  # queries of a sequence: reading keys is the work, or multiplying is
+VARIES = "its sums change with how many queries come together"  # why a backend cannot be batch-invariant
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,7 @@ class Request:
     sinks: bool = False
     return_lse: bool = False
     phase: Phase = "many"
+    batch_invariant: bool = False
 
 
 @dataclass(frozen=True)

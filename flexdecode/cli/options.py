@@ -109,6 +109,14 @@ class EngineOptions:
     ignore_memory: Annotated[
         bool, option("--ignore-memory", help="Load also what does not fit into free memory.", panel=ENGINE)
     ] = False
+    batch_invariant: Annotated[
+        bool,
+        option(
+            "--batch-invariant",
+            help="Logits have the same bits whatever else is computed beside them; prompts take longer.",
+            panel=ENGINE,
+        ),
+    ] = False
     threads: Annotated[
         int | None,
         option("--threads", help="CPU threads; torch's choice by default.", panel=ENGINE, show_default=False),
@@ -135,6 +143,7 @@ class EngineOptions:
             max_context=self.max_context,
             kv_memory=self.kv_memory,
             ignore_memory=self.ignore_memory,
+            batch_invariant=self.batch_invariant,
             threads=self.threads,
             revision=self.revision,
             offline=self.offline,

@@ -16,6 +16,7 @@ from flexdecode.kernels import build
 from flexdecode.kernels.build import KernelsUnavailableError
 
 FEW_QUERIES = 16  # of one sequence: up to here the work is reading keys, beyond it is multiplying
+ALIKE_SPLIT = 16  # blocks to a piece where rows are to be alike
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 Pass = Literal["all", "score", "weigh"]
 Result = tuple[Tensor, Tensor | None]  # out [T, H, D], lse [T, H]
@@ -89,13 +90,15 @@ def attend_few(
     only: Pass = "all",
     scores: Tensor | None = None,
     split: int = 0,
+    alike: bool = False,
     many: bool = False,
 ) -> Result:
     """Attention of few queries over paged keys: each visible key and value is read once, split over all threads.
 
     q_THD [tokens, heads, head_dim]; k_CSD and v_CSD [kv_heads, slots, dim] in fp32, bf16, fp16, or int8 with scales
-    fp32 [kv_heads, slots]; any strides whose last is 1. sinks_H fp32. A tile is cut into pieces of `split` blocks (0:
-    by what it sees), so its result has the same bits whatever else is in the call and on any number of threads.
+    fp32 [kv_heads, slots]; any strides whose last is 1. sinks_H fp32. A tile is cut into pieces of `split` blocks of
+    the sequence (0: by what it sees), so its result has the same bits whatever else is in the call and on any number of
+    threads. `alike`: so has each query's, whatever other queries its tile has; all that the tile sees must be finite.
     Returns out [tokens, heads, v_head_dim] in q's dtype, and lse fp32 [tokens, heads] (natural log) or None; `into`
     gives the tensors to write to, where only the rows of these tiles are written.
 
@@ -130,7 +133,8 @@ def attend_few(
         *score_arguments(steps),
         sinks_H,
         many,
-        split,
+        split or (ALIKE_SPLIT if alike else 0),
+        alike,
         _PASSES.index(only),
         scores,
         *into,

@@ -101,25 +101,31 @@ def held(parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
     return copy
 
 
-def linear_int4(x_MK: Tensor, w: Int4Tiles, bias_N: Tensor | None = None, out: torch.dtype | None = None) -> Tensor:
+def linear_int4(
+    x_MK: Tensor, w: Int4Tiles, bias_N: Tensor | None = None, out: torch.dtype | None = None, alike: bool = False
+) -> Tensor:
     """x @ w.T + bias (fp32), in `out` or x's dtype; exact but for sums in fp32. Where bf16 rows are so many that
     torch's product is quicker (from 193 on, and from 17 or 33 on without AVX-512), weights are rounded to bf16 first,
-    and the result before the bias."""
-    y_MN: Tensor = torch.ops.flexdecode.linear_int4(x_MK, w.codes, w.scales, w.offsets, bias_N, w.n, w.k, out)
+    and the result before the bias. `alike`: a row's bits do not depend on how many there are."""
+    y_MN: Tensor = torch.ops.flexdecode.linear_int4(x_MK, w.codes, w.scales, w.offsets, bias_N, w.n, w.k, out, alike)
     return y_MN
 
 
-def linear_int8(x_MK: Tensor, w: Int8Tiles, bias_N: Tensor | None = None, out: torch.dtype | None = None) -> Tensor:
+def linear_int8(
+    x_MK: Tensor, w: Int8Tiles, bias_N: Tensor | None = None, out: torch.dtype | None = None, alike: bool = False
+) -> Tensor:
     """x @ w.T + bias (fp32), in `out` or x's dtype; exact but for sums in fp32. Where bf16 rows are so many that
-    torch's product is quicker, the sum is rounded to bf16 before the scale, too."""
-    y_MN: Tensor = torch.ops.flexdecode.linear_int8(x_MK, w.codes, w.scales, bias_N, w.n, out)
+    torch's product is quicker, the sum is rounded to bf16 before the scale, too. `alike` as above."""
+    y_MN: Tensor = torch.ops.flexdecode.linear_int8(x_MK, w.codes, w.scales, bias_N, w.n, out, alike)
     return y_MN
 
 
-def linear_dense(x_MK: Tensor, w_NK: Tensor, bias_N: Tensor | None = None, out: torch.dtype | None = None) -> Tensor:
-    """x @ w.T + bias (fp32), in `out` or x's dtype, by fp32 sums; for few rows: w is read once for each four. A row's
-    bits do not depend on the others."""
-    y_MN: Tensor = torch.ops.flexdecode.linear_dense(x_MK, w_NK, bias_N, out)
+def linear_dense(
+    x_MK: Tensor, w_NK: Tensor, bias_N: Tensor | None = None, out: torch.dtype | None = None, alike: bool = False
+) -> Tensor:
+    """x @ w.T + bias (fp32), in `out` or x's dtype, by fp32 sums; for few rows: w is read once for each four. `alike`
+    as above."""
+    y_MN: Tensor = torch.ops.flexdecode.linear_dense(x_MK, w_NK, bias_N, out, alike)
     return y_MN
 
 

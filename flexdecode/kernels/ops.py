@@ -115,10 +115,14 @@ def _own(tensor: Tensor) -> Tensor:
     return tensor.clone(memory_format=torch.contiguous_format)
 
 
-def linear_int4(x_MK: Tensor, w: Int4Operand, bias_N: Tensor | None = None, out: torch.dtype | None = None) -> Tensor:
-    """x @ w.T + bias [M, N], bias fp32, in `out` or x's dtype."""
+def linear_int4(
+    x_MK: Tensor, w: Int4Operand, bias_N: Tensor | None = None, out: torch.dtype | None = None, alike: bool = False
+) -> Tensor:
+    """x @ w.T + bias [M, N], bias fp32, in `out` or x's dtype. `alike`: a row's bits do not depend on how many rows
+    there are, which only the path "cpu" can do."""
     if w.tiles is not None:
-        return linear.linear_int4(x_MK, w.tiles, bias_N, out)
+        return linear.linear_int4(x_MK, w.tiles, bias_N, out, alike)
+    assert not alike
     if w.packed is not None:
         return _finished(int4_torch.linear(x_MK, w.packed), bias_N, out)
     assert w.canonical is not None
@@ -162,12 +166,15 @@ def pack_int8(codes_NK: Tensor, scales_N: Tensor, dtype: torch.dtype) -> Int8Ope
     return Int8Operand("dequantize", None, canonical, None)
 
 
-def linear_int8(x_MK: Tensor, w: Int8Operand, bias_N: Tensor | None = None, out: torch.dtype | None = None) -> Tensor:
+def linear_int8(
+    x_MK: Tensor, w: Int8Operand, bias_N: Tensor | None = None, out: torch.dtype | None = None, alike: bool = False
+) -> Tensor:
     """x @ w.T + bias [M, N], bias fp32, in `out` or x's dtype. The scale is applied after the product, in fp32: torch's
-    op would round it to bf16."""
+    op would round it to bf16. `alike` as above."""
     if w.tiles is not None:
-        return linear.linear_int8(x_MK, w.tiles, bias_N, out)
+        return linear.linear_int8(x_MK, w.tiles, bias_N, out, alike)
     assert w.canonical is not None
+    assert not alike
     if w.ones_N is not None and x_MK.shape[0] <= _FEW_ROWS_INT8:
         codes_NK, scales_N = w.canonical
         sums: Tensor = torch.ops.aten._weight_int8pack_mm(x_MK.contiguous(), codes_NK, w.ones_N)
@@ -175,12 +182,15 @@ def linear_int8(x_MK: Tensor, w: Int8Operand, bias_N: Tensor | None = None, out:
     return _finished(reference.linear_int8(x_MK, *w.canonical), bias_N, out)
 
 
-def linear_dense(x_MK: Tensor, w_NK: Tensor, bias_N: Tensor | None = None, out: torch.dtype | None = None) -> Tensor:
+def linear_dense(
+    x_MK: Tensor, w_NK: Tensor, bias_N: Tensor | None = None, out: torch.dtype | None = None, alike: bool = False
+) -> Tensor:
     """x @ w.T + bias [M, N], bias fp32, in `out` or x's dtype. A few rows on a CPU go through our kernels, which reach
-    up to twice the read rate of torch's product."""
+    up to twice the read rate of torch's product, and any number where rows are to be `alike` (as above)."""
     k = w_NK.shape[1]
-    if x_MK.shape[0] <= DENSE_ROWS and w_NK.stride(1) == 1 and linear.unsupported(w_NK.device, k, k) is None:
-        return linear.linear_dense(x_MK, w_NK, bias_N, out)
+    few = x_MK.shape[0] <= DENSE_ROWS and w_NK.stride(1) == 1 and linear.unsupported(w_NK.device, k, k) is None
+    if few or alike:
+        return linear.linear_dense(x_MK, w_NK, bias_N, out, alike)
     y_MN = F.linear(x_MK, w_NK, None if bias_N is None else bias_N.to(x_MK.dtype))
     return y_MN if out is None else y_MN.to(out)
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from flexdecode.kernels import build
-from flexdecode.kernels.attention import PackedTiles, ScoreStep, score_arguments
+from flexdecode.kernels.attention import ALIKE_SPLIT, PackedTiles, ScoreStep, score_arguments
 from flexdecode.kernels.linear import Int4Tiles, Int8Tiles
 from flexdecode.kernels.point import ACTIVATIONS, Activation
 
@@ -125,18 +125,18 @@ class Stack:
         last: int,
         groups: Sequence[tuple[Tensor, PackedTiles]],
         ropes: Sequence[tuple[Tensor, Tensor]],
-        split: int = 0,
+        alike: bool = False,
     ) -> None:
         """Blocks [first, last) on x_TD (fp32, bf16 or fp16, contiguous), in place.
 
         groups: slots of the new tokens int64 [T] and the packed plan, whose tiles all have few queries. ropes: cos and
-        sin, fp32 [T, 1, r]. split: blocks of 64 keys to a piece of attention, 0: by what a tile sees.
+        sin, fp32 [T, 1, r]. alike: a token's bits do not depend on what other tokens there are.
         """
         shared: list[Tensor] = []
         for slots_T, p in groups:
             shared += (slots_T, p.tiles, p.table, p.blocks, p.bits_at, p.bits, p.q_idx)
         turns = [table for pair in ropes for table in pair]
-        self._object.run(x_TD, first, last, shared, turns, split)
+        self._object.run(x_TD, first, last, shared, turns, ALIKE_SPLIT if alike else 0, alike)
 
     def profile(self, on: bool) -> None:
         """Start to tell times by phase from nothing, or stop."""

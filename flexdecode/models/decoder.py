@@ -48,6 +48,7 @@ class Decoder(nn.Module):
         super().__init__()
         self.config, self.dtype, self.device = config, loader.dtype, loader.device
         self.kv_dtype = kv_dtype or loader.dtype
+        self.batch_invariant = loader.batch_invariant
         self.mods = mods or Mods()
         self.masks = tuple(self.mods.mask_of(layer.attention) for layer in config.layers)
         self.mods.check(config.layers[0].attention.heads)
@@ -73,12 +74,23 @@ class Decoder(nn.Module):
         norm = loader.norm("norm", config.norm_eps)
         assert norm is not None
         self.norm = norm
-        self.embed, self.head = embedding_and_head(embed, self._head(loader, embed), self.dtype, self.device)
+        self.embed, self.head = embedding_and_head(
+            embed, self._head(loader, embed), self.dtype, self.device, self.batch_invariant
+        )
         self.stack = self._stack()
 
     def _request(self, a: AttentionConfig) -> Request:
-        score = self.mods.score_of(a)
-        return Request(a.heads, a.kv_heads, a.head_dim, self.dtype, self.kv_dtype, self.device.type, score, a.sinks)
+        return Request(
+            a.heads,
+            a.kv_heads,
+            a.head_dim,
+            self.dtype,
+            self.kv_dtype,
+            self.device.type,
+            self.mods.score_of(a),
+            a.sinks,
+            batch_invariant=self.batch_invariant,
+        )
 
     def _layer(self, i: int, config: LayerConfig, loader: WeightLoader, backend: Backends, rope: int | None) -> Layer:
         at, eps, ff = f"layers.{i}.", self.config.norm_eps, config.feed_forward
@@ -118,7 +130,8 @@ class Decoder(nn.Module):
         if self.device.type != "cpu" or ops.attend_unsupported("cpu", self.dtype, self.kv_dtype) is not None:
             return None
         masks = list(dict.fromkeys(self.masks))
-        stack = LayerStack(self.config.layers, self.layers, self.norm, [masks.index(mask) for mask in self.masks])
+        groups = [masks.index(mask) for mask in self.masks]
+        stack = LayerStack(self.config.layers, self.layers, self.norm, groups, self.batch_invariant)
         return stack if stack.useful else None
 
     def cache_layers(self) -> list[CacheLayer]:
@@ -142,7 +155,15 @@ class Decoder(nn.Module):
         # A request's tokens do not depend on its neighbours, so a mod's b says nothing of them.
         batch = [0] * len(sequences)
         plans = tuple(
-            plan_attention(cache, sequences, counts, group.mask, heads=self._heads(group.mask), batch=batch)
+            plan_attention(
+                cache,
+                sequences,
+                counts,
+                group.mask,
+                heads=self._heads(group.mask),
+                batch=batch,
+                batch_invariant=self.batch_invariant,
+            )
             for group in cache.groups
         )
         whole = [max(a, b) for a, b in zip(lengths, final, strict=True)]

@@ -41,10 +41,10 @@ class Embedding(nn.Module):
 
 
 def embedding_and_head(
-    embed: Weight, head: Weight | None, dtype: torch.dtype, device: torch.device
+    embed: Weight, head: Weight | None, dtype: torch.dtype, device: torch.device, alike: bool = False
 ) -> tuple[Embedding, Linear]:
-    """`head` None: the embedding's matrix is the head's, too."""
-    layer = linear([embed if head is None else head], None, dtype, device, copy=False)
+    """`head` None: the embedding's matrix is the head's, too. `alike` as in `linear`."""
+    layer = linear([embed if head is None else head], None, dtype, device, copy=False, alike=alike)
     if head is None:
         if isinstance(layer, Int4Linear | Int8Linear) and ops.unpackable(layer.operand):
             return Embedding(layer, dtype), layer

@@ -15,7 +15,9 @@ from flexdecode.quantization.weights import Fp4Weight, Int4Weight, Int8Weight, W
 
 
 class Linear(nn.Module):
-    """x @ w.T + bias, bias fp32."""
+    """x @ w.T + bias, bias fp32. `alike`: a row's bits are to be the same whatever rows stand beside it."""
+
+    alike = False
 
     def __init__(self, shape: tuple[int, int], bias: Tensor | None, nbytes: int, kind: str) -> None:
         super().__init__()
@@ -40,7 +42,7 @@ class DenseLinear(Linear):
         return [self.weight_NK] if self.weight_NK.device.type == "cpu" else None
 
     def forward(self, x_TK: Tensor, out: torch.dtype | None = None) -> Tensor:
-        return ops.linear_dense(x_TK, self.weight_NK, self.bias, out)
+        return ops.linear_dense(x_TK, self.weight_NK, self.bias, out, self.alike)
 
 
 class Int4Linear(Linear):
@@ -53,7 +55,7 @@ class Int4Linear(Linear):
         return None if self.operand.tiles is None else [self.operand.tiles]
 
     def forward(self, x_TK: Tensor, out: torch.dtype | None = None) -> Tensor:
-        return ops.linear_int4(x_TK, self.operand, self.bias, out)
+        return ops.linear_int4(x_TK, self.operand, self.bias, out, self.alike)
 
 
 class Int8Linear(Linear):
@@ -66,7 +68,7 @@ class Int8Linear(Linear):
         return None if self.operand.tiles is None else [self.operand.tiles]
 
     def forward(self, x_TK: Tensor, out: torch.dtype | None = None) -> Tensor:
-        return ops.linear_int8(x_TK, self.operand, self.bias, out)
+        return ops.linear_int8(x_TK, self.operand, self.bias, out, self.alike)
 
 
 class Fp4Linear(Linear):
@@ -105,11 +107,17 @@ class StackedLinear(Linear):
 
 
 def linear(
-    parts: Sequence[Weight], bias: Tensor | None, dtype: torch.dtype, device: torch.device, copy: bool = True
+    parts: Sequence[Weight],
+    bias: Tensor | None,
+    dtype: torch.dtype,
+    device: torch.device,
+    copy: bool = True,
+    alike: bool = False,
 ) -> Linear:
     """The layer whose weight is `parts` one below the other; neighbours of one kind become one product.
 
-    `copy=False` lets a dense weight be used where it lies (a head tied to the embedding).
+    `copy=False` lets a dense weight be used where it lies (a head tied to the embedding). Raises ValueError where rows
+    are to be `alike` and no kernel of ours multiplies the weight.
     """
     runs: list[list[Weight]] = []
     for part in parts:
@@ -118,9 +126,21 @@ def linear(
         else:
             runs.append([part])
     bias = None if bias is None else ops.held(bias, torch.float32, device)
+    layer: Linear
     if len(runs) == 1:
-        return _single(runs[0], bias, dtype, device, copy)
-    return StackedLinear([_single(run, None, dtype, device, copy) for run in runs], bias)
+        layer = _single(runs[0], bias, dtype, device, copy)
+    else:
+        layer = StackedLinear([_single(run, None, dtype, device, copy) for run in runs], bias)
+    if alike:
+        if layer.operands() is None:
+            raise ValueError(
+                f"batch_invariant: weights held as {layer.kind} are multiplied by torch, whose sums change with the "
+                "number of rows; take a checkpoint in bf16, int8 or int4, on a CPU with a C++ compiler"
+            )
+        for module in layer.modules():
+            if isinstance(module, Linear):
+                module.alike = True
+    return layer
 
 
 def _single(run: Sequence[Weight], bias: Tensor | None, dtype: torch.dtype, device: torch.device, copy: bool) -> Linear:

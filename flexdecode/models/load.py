@@ -36,8 +36,9 @@ class WeightLoader:
         dtype: torch.dtype,
         device: torch.device,
         progress: Progress | None = None,
+        batch_invariant: bool = False,
     ) -> None:
-        self.dtype, self.device = dtype, device
+        self.dtype, self.device, self.batch_invariant = dtype, device, batch_invariant
         self._source, self._names, self._progress = source, names, progress
         self._present = frozenset(source.names())
         self._rules = rules(config, names, self._present)
@@ -52,7 +53,8 @@ class WeightLoader:
     def linear(self, target: str) -> Linear:
         rule = self._rules[target]
         bias = self._bias(rule)
-        return linear([self._finite(self._part(p), p) for p in rule.parts], bias, self.dtype, self.device)
+        parts = [self._finite(self._part(p), p) for p in rule.parts]
+        return linear(parts, bias, self.dtype, self.device, alike=self.batch_invariant)
 
     def matrix(self, target: str) -> Weight:
         """A matrix of one part, as the file holds it (embeddings)."""

@@ -30,9 +30,15 @@ class LayerStack:
     """Runs `layers` from first to last, and the `norm` behind them. `groups[i]` is the cache's group of layer i."""
 
     def __init__(
-        self, configs: Sequence[LayerConfig], layers: Sequence[Layer], norm: RMSNorm, groups: Sequence[int]
+        self,
+        configs: Sequence[LayerConfig],
+        layers: Sequence[Layer],
+        norm: RMSNorm,
+        groups: Sequence[int],
+        batch_invariant: bool = False,
     ) -> None:
         self.kernel = ops.Stack()
+        self._alike = batch_invariant
         self._groups = tuple(groups)
         self._attention: dict[int, int] = {}  # layer -> block
         self._parts: list[tuple[int, int] | Half] = []  # runs of blocks, and halves of layers between
@@ -85,7 +91,7 @@ class LayerStack:
         for part in self._parts:
             if isinstance(part, tuple):
                 x_TD = x_TD.contiguous()
-                self.kernel.run(x_TD, *part, groups, step.tables)
+                self.kernel.run(x_TD, *part, groups, step.tables, self._alike)
             else:
                 x_TD = part(x_TD, step)
         return x_TD

@@ -20,6 +20,7 @@ ENGINE = {
     "--max-context",
     "--kv-memory",
     "--ignore-memory",
+    "--batch-invariant",
     "--threads",
     "--revision",
     "--offline",

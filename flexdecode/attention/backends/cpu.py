@@ -23,6 +23,7 @@ from flexdecode.kernels import ops
 from flexdecode.kernels.ops import PackedTiles
 
 _SCORES = 1 << 26  # kept at a time between two passes, fp32: 256 MB
+_ROW_BLOCKS = 1 << 15  # of tiles computed together: what their pieces leave for merging stays below some 100 MB
 
 
 class Cpu:
@@ -31,6 +32,8 @@ class Cpu:
     name = "cpu"
 
     def unsupported(self, request: Request) -> str | None:
+        if request.batch_invariant and request.score is not None and steps(request.score) is None:
+            return f"{request.score} is computed by torch, whose bits change with a tensor's shape"
         return ops.attend_unsupported(request.device, request.dtype, request.kv_dtype)
 
     def run(self, call: Call) -> tuple[Tensor, Tensor | None]:
@@ -68,8 +71,22 @@ def _packs(tiles: tuple[Tile, ...], heads: int, kv_heads: int, in_passes: bool) 
         groups = [[part] for tile in tiles for part in _parts(tile, _SCORES // heads)]
     else:
         few = [tile for tile in tiles if tile.count <= ops.FEW_QUERIES]
-        groups = [few, [tile for tile in tiles if tile.count > ops.FEW_QUERIES]]
+        groups = [*_bounded(few), [tile for tile in tiles if tile.count > ops.FEW_QUERIES]]
     return [(group, pack(group, heads, kv_heads)) for group in groups if group]
+
+
+def _bounded(tiles: Sequence[Tile]) -> Iterator[list[Tile]]:
+    """Runs of tiles of few queries, of which there are many only where a prompt is cut into such."""
+    run: list[Tile] = []
+    held = 0
+    for tile in tiles:
+        size = tile.count * len(tile.seen.blocks_N)
+        if run and held + size > _ROW_BLOCKS:
+            yield run
+            run, held = [], 0
+        run.append(tile)
+        held += size
+    yield run
 
 
 def _parts(tile: Tile, scores: int) -> Iterator[Tile]:
@@ -98,6 +115,7 @@ def _kernel(call: Call, tiles: list[Tile], arrays: PackedTiles, into: ops.Result
         scale=call.scale,
         sinks_H=call.sinks_H,
         into=into,
+        alike=call.plan.batch_invariant,
         **options,
     )
 

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, FlexKernelOptions, flex_attention
 
 from flexdecode.attention.backends.flex_tables import Batch, Tables, lay_out, row_block
-from flexdecode.attention.request import Call, Request
+from flexdecode.attention.request import VARIES, Call, Request
 from flexdecode.attention.scores import Chain, ScoreMod, ScoreOf, as_score
 from flexdecode.attention.visible import BLOCK
 from flexdecode.kernels import build
@@ -50,6 +50,8 @@ class Flex:
         self._compiled: dict[Hashable, Callable[..., Any]] = {}
 
     def unsupported(self, request: Request) -> str | None:
+        if request.batch_invariant:
+            return VARIES
         if request.kv_dtype == torch.int8:
             return "torch's FlexAttention knows no scales, and an int8 cache has them"
         if request.dtype != request.kv_dtype:

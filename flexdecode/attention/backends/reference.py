@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from flexdecode.attention.plan import Tile
-from flexdecode.attention.request import Call, Request
+from flexdecode.attention.request import VARIES, Call, Request
 from flexdecode.attention.scores import evaluate
 
 _SCORE_BYTES = 64 << 20  # rows are taken in slabs whose fp32 scores stay under this
@@ -22,6 +22,8 @@ class Reference:
     name = "reference"
 
     def unsupported(self, request: Request) -> str | None:
+        if request.batch_invariant:
+            return VARIES
         return None
 
     def run(self, call: Call) -> tuple[Tensor, Tensor | None]:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from flexdecode.attention.backends.reference import visible_HQL
 from flexdecode.attention.plan import Tile
-from flexdecode.attention.request import Call, Request
+from flexdecode.attention.request import VARIES, Call, Request
 from flexdecode.kernels.ops import FEW_QUERIES
 
 
@@ -22,6 +22,8 @@ class Sdpa:
     name = "sdpa"
 
     def unsupported(self, request: Request) -> str | None:
+        if request.batch_invariant:
+            return VARIES
         if request.score is not None:
             return f"torch's SDPA has no score modification ({request.score})"
         if request.sinks:

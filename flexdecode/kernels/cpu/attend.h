@@ -62,6 +62,7 @@ struct AttendArgs {
   const Tile* tiles;
   int64_t tile_count;
   float scale;
+  bool alike;           // few queries: a row's bits are to be the same whatever rows stand beside it
   const ScoreOp* ops;
   int64_t op_count;
   const float* sinks;   // [heads], or null

@@ -10,6 +10,8 @@
 #pragma once
 
 #include <algorithm>
+#include <type_traits>
+#include <vector>
 
 #include "ahead.h"
 #include "attend.h"
@@ -31,10 +33,10 @@ constexpr int64_t kLeadBytes = 12288;  // of keys and values asked for before th
 
 // Softmax of one row over a block: scores become weights, the running maximum and total move on, and what was summed
 // before is scaled down. Scores are still to be multiplied by `scale` and, where they are given, the keys' scales; `seen`
-// has the keys' bits. `lines` to ask for with each vector. Integer weights are kept as floats, too, only where `keep`.
+// has the keys' bits. `lines` to ask for with each vector.
 template <By by>
 FLEX_INLINE void softmax_row(Scratch& x, int64_t row, float scale, uint64_t seen, const float* k_scale, const float* v_scale, Ahead& ahead,
-                             int64_t lines, bool keep) {
+                             int64_t lines) {
   constexpr int kVectors = kBlock / W;
   vf s[kVectors];
   vf greatest = splat(kNone);
@@ -74,7 +76,7 @@ FLEX_INLINE void softmax_row(Scratch& x, int64_t row, float scale, uint64_t seen
 #if FLEX_DOT_INT8
   if constexpr (by == By::int8) {
     x.unit[row] = round_weights8(s, x.p8 + row * kBlock);
-    if (!keep) return;
+    return;
   }
 #endif
 #pragma GCC unroll 16
@@ -93,12 +95,12 @@ FLEX_INLINE void score_keys(const AttendArgs& a, int64_t rows, Scratch& x, const
 #endif
 #if FLEX_DOT_BF16
   if constexpr (by == By::bf16) {
-    if (rows == 1) {
+    if (rows == 1 && !x.fours) {
       for (int64_t j = 0; j < keys; j += 8) dots1x8(x.q16, k.from(j), k.stride, a.head_dim, x.s + first + j, ahead);
       return;
     }
     for (int64_t j = 0; j < keys; j += 8)
-      for (int64_t r = 0; r < x.rows4; r += 2 * kRows) {
+      for (int64_t r = 0; r < x.rows4; r += x.paired(r) ? 2 * kRows : kRows) {
         const bf16* q = x.q16 + r * x.d;
         float* s = x.s + r * kBlock + first + j;
         if (!x.paired(r)) dots4x8(q, k.from(j), k.stride, a.head_dim, s, ahead);
@@ -125,74 +127,76 @@ FLEX_INLINE void score_keys(const AttendArgs& a, int64_t rows, Scratch& x, const
   }
 }
 
-// Adds the weighted values of the keys [first, first + keys) of a block to all rows.
+// Adds the values of n keys, weighted, to `rows` rows of sums; p is [rows4, 64].
+template <class T, By by>
+FLEX_INLINE void add_values(int64_t rows, int64_t rows4, float* acc, int64_t dv, const Weight<by>* p, const Rows<T>& v, int64_t n, int64_t dim,
+                            bf16* pairs, Ahead& ahead) {
+#if FLEX_DOT_TILES
+  if constexpr (by == By::tiles) {
+    pair_values(v.at, v.stride, n, dim, pairs, ahead);
+    for (int64_t r = 0; r < rows; r += kTileRows) weighted16(acc + r * dv, dv, p + r * kBlock, pairs, dim);
+    return;
+  }
+#endif
+  for (int64_t r = 0; r < rows4; r += kRows, acc += kRows * dv, p += kRows * kBlock) {
+#if FLEX_DOT_BF16
+    if constexpr (by == By::bf16) {
+      const int64_t count = std::min<int64_t>(rows - r, kRows);
+      // Asked for evenly, a little less than is read.
+      if (rows4 == kRows) weighted_rows<3>(count, acc, dv, p, v.at, v.stride, n, dim, ahead);
+      else if (r < 2 * kRows) weighted_rows<2>(count, acc, dv, p, v.at, v.stride, n, dim, ahead);
+      else weighted_rows<0>(count, acc, dv, p, v.at, v.stride, n, dim, ahead);
+      continue;
+    }
+#endif
+    if constexpr (!halves(by)) weighted4(acc, dv, p, v.at, v.stride, n, dim, ahead);
+  }
+}
+
+// The same row by row, with zeros in place of the values that a row does not see: those may be anything, and 0 · NaN is NaN.
+template <class T, By by>
+__attribute__((noinline)) void add_seen(const Tile& tile, int64_t rows, Scratch& x, const uint64_t* bits, const Rows<T>& v, int64_t n, int64_t first,
+                                        int64_t dim, Ahead& ahead) {
+  const int64_t rows4 = by == By::tiles ? 16 : kRows;
+  std::vector<T> seen(kStepMost * dim);
+  std::vector<Weight<by>> p(rows4 * kBlock);
+  std::vector<float> acc(rows4 * x.dv);
+  for (int64_t row = 0; row < rows; ++row) {
+    for (int64_t j = 0; j < n; ++j) {
+      T* to = seen.data() + j * dim;
+      if (bits[row % tile.bit_rows] >> (first + j) & 1) std::memcpy(to, v.from(j), dim * sizeof(T));
+      else std::fill(to, to + dim, T{});
+    }
+    std::copy_n(weights<by>(x) + row * kBlock + first, n, p.data());
+    std::copy_n(x.acc + row * x.dv, x.dv, acc.data());
+    add_values<T, by>(1, rows4, acc.data(), x.dv, p.data(), {seen.data(), dim}, n, dim, x.pairs, ahead);
+    std::copy_n(acc.data(), x.dv, x.acc + row * x.dv);
+  }
+}
+
+// Adds the weighted values of the keys [first, first + keys) of a block to all rows. A row gives what it does not see the
+// weight 0.
 template <class T, By by>
 FLEX_INLINE void sum_values(const AttendArgs& a, const Tile& tile, int64_t rows, Scratch& x, const Block& b, const Rows<T>& v,
                             int64_t keys, int64_t first, Ahead& ahead) {
-  const int64_t n = std::min(b.n - first, keys);
+  const int64_t n = std::min(b.n - first, keys), dim = a.v_head_dim;
   if (n <= 0) return;
 #if FLEX_DOT_INT8
   if constexpr (by == By::int8) {
-    if (!b.bits) {
-      if (first == 0) std::memset(x.sums, 0, rows * x.dv8 * sizeof(int32_t));
-      for (int64_t r = 0; r < rows; r += kRows) {
-        int32_t* sums = x.sums + r * x.dv8;
-        const uint8_t* p = x.p8 + r * kBlock + first;
-        weighted_rows8(std::min<int64_t>(rows - r, kRows), sums, x.dv8, p, v.at, v.stride, keys, a.v_head_dim, ahead);
-      }
-      if (first + keys >= b.n)
-        for (int64_t row = 0; row < rows; ++row) add_sums8(x.acc + row * x.dv, x.sums + row * x.dv8, x.dv, x.unit[row]);
-      return;
+    if (first == 0) std::memset(x.sums, 0, rows * x.dv8 * sizeof(int32_t));
+    for (int64_t r = 0; r < rows; r += kRows) {
+      int32_t* sums = x.sums + r * x.dv8;
+      const uint8_t* p = x.p8 + r * kBlock + first;
+      weighted_rows8(std::min<int64_t>(rows - r, kRows), sums, x.dv8, p, v.at, v.stride, keys, dim, ahead);
     }
-  }
-#endif
-#if FLEX_DOT_TILES
-  if constexpr (by == By::tiles) {
-    if (!b.bits) {
-      pair_values(v.at, v.stride, n, a.v_head_dim, x.pairs, ahead);
-      for (int64_t r = 0; r < rows; r += kTileRows) weighted16(x.acc + r * x.dv, x.dv, x.p16 + r * kBlock + first, x.pairs, a.v_head_dim);
-      return;
-    }
-  }
-#endif
-  if (!b.bits) {
-    for (int64_t r = 0; r < x.rows4; r += kRows) {
-      float* acc = x.acc + r * x.dv;
-#if FLEX_DOT_BF16
-      if constexpr (by == By::bf16) {
-        const bf16* p = x.p16 + r * kBlock + first;
-        const int64_t count = std::min<int64_t>(rows - r, kRows);
-        // Asked for evenly, a little less than is read.
-        if (x.rows4 == kRows) weighted_rows<3>(count, acc, x.dv, p, v.at, v.stride, n, a.v_head_dim, ahead);
-        else if (r < 2 * kRows) weighted_rows<2>(count, acc, x.dv, p, v.at, v.stride, n, a.v_head_dim, ahead);
-        else weighted_rows<0>(count, acc, x.dv, p, v.at, v.stride, n, a.v_head_dim, ahead);
-      } else
-#endif
-        weighted4(acc, x.dv, x.p + r * kBlock + first, v.at, v.stride, n, a.v_head_dim, ahead);
-    }
+    if (first + keys >= b.n)
+      for (int64_t row = 0; row < rows; ++row) add_sums8(x.acc + row * x.dv, x.sums + row * x.dv8, x.dv, x.unit[row]);
     return;
   }
-  for (int64_t row = 0; row < rows; ++row) {
-    float* acc = x.acc + row * x.dv;
-    float p[kStepMost];
-#if FLEX_DOT_INT8
-    if constexpr (by == By::int8) turn_order8(acc, x.dv);
 #endif
-#if FLEX_DOT_BF16
-    if constexpr (halves(by)) {
-      for (int64_t j = 0; j < n; ++j) p[j] = widen(x.p16[row * kBlock + first + j]);
-      restore_order(acc, x.dv);
-    } else
-#endif
-      std::memcpy(p, x.p + row * kBlock + first, n * sizeof(float));
-    weighted1(acc, p, b.bits[row % tile.bit_rows] >> first, v.at, v.stride, n, a.v_head_dim);
-#if FLEX_DOT_BF16
-    if constexpr (halves(by)) dot_order(acc, x.dv);
-#endif
-#if FLEX_DOT_INT8
-    if constexpr (by == By::int8) turn_order8(acc, x.dv);
-#endif
-  }
+  if constexpr (!std::is_same_v<T, int8_t>)
+    if (b.bits && !finite(v.at, v.stride, n, dim)) return add_seen<T, by>(tile, rows, x, b.bits, v, n, first, dim, ahead);
+  add_values<T, by>(rows, x.rows4, x.acc, x.dv, weights<by>(x) + first, v, n, dim, x.pairs, ahead);
 }
 
 // Scores of a block become weights, or are kept for the next pass. `to_ask` lines are asked for meanwhile.
@@ -211,7 +215,7 @@ FLEX_INLINE void weigh(const AttendArgs& a, const Tile& tile, int64_t kv_head, i
       std::memcpy(s, kept, b.n * sizeof(float));
     } else {
       if (plain) {
-        softmax_row<by>(x, row, scale, seen_by(row), a.k_scale ? b.k_scale : nullptr, a.v_scale ? b.v_scale : nullptr, ahead, lines, b.bits);
+        softmax_row<by>(x, row, scale, seen_by(row), a.k_scale ? b.k_scale : nullptr, a.v_scale ? b.v_scale : nullptr, ahead, lines);
         continue;
       }
       for (int64_t j = 0; j < kBlock; j += W) {
@@ -226,7 +230,7 @@ FLEX_INLINE void weigh(const AttendArgs& a, const Tile& tile, int64_t kv_head, i
         continue;
       }
     }
-    softmax_row<by>(x, row, 1.0f, seen_by(row), nullptr, a.v_scale ? b.v_scale : nullptr, ahead, lines, b.bits);
+    softmax_row<by>(x, row, 1.0f, seen_by(row), nullptr, a.v_scale ? b.v_scale : nullptr, ahead, lines);
   }
 }
 

@@ -137,7 +137,7 @@ void run_many(const AttendArgs& a) {
 void attend(const Tensor& q, const Tensor& k, const Tensor& v, const std::optional<Tensor>& k_scale, const std::optional<Tensor>& v_scale,
             const Tensor& tiles, const Tensor& table, const Tensor& blocks, const Tensor& bits_at, const Tensor& bits, const Tensor& q_idx,
             int64_t page, double scale, at::IntArrayRef op_kinds, at::ArrayRef<double> op_numbers,
-            const c10::List<std::optional<Tensor>>& op_tables, const std::optional<Tensor>& sinks, bool many, int64_t split, int64_t only,
+            const c10::List<std::optional<Tensor>>& op_tables, const std::optional<Tensor>& sinks, bool many, int64_t split, bool alike, int64_t only,
             const std::optional<Tensor>& scores, Tensor& out, const std::optional<Tensor>& lse) {
   const auto held = tiles_of(tiles, table, blocks, bits_at, bits, q_idx);
   const auto ops = ops_of(op_kinds, op_numbers, op_tables);
@@ -160,6 +160,7 @@ void attend(const Tensor& q, const Tensor& k, const Tensor& v, const std::option
   a.tiles = held.data();
   a.tile_count = held.size();
   a.scale = scale;
+  a.alike = alike;
   a.ops = ops.data();
   a.op_count = ops.size();
   a.sinks = sinks ? sinks->const_data_ptr<float>() : nullptr;
@@ -197,7 +198,7 @@ const char* isa_in_use() { return kernels().name; }
 TORCH_LIBRARY(flexdecode, m) {
   m.def("attend(Tensor q, Tensor k, Tensor v, Tensor? k_scale, Tensor? v_scale, Tensor tiles, Tensor table, Tensor blocks, "
         "Tensor bits_at, Tensor bits, Tensor q_idx, int page, float scale, int[] op_kinds, float[] op_numbers, Tensor?[] op_tables, "
-        "Tensor? sinks, bool many, int split, int only, Tensor(a!)? scores, Tensor(b!) out, Tensor(c!)? lse) -> ()");
+        "Tensor? sinks, bool many, int split, bool alike, int only, Tensor(a!)? scores, Tensor(b!) out, Tensor(c!)? lse) -> ()");
   m.def("isas() -> str[]", &isas);
   m.def("isa() -> str", &isa);
   m.def("use_isa(str name) -> ()", &use_isa);

@@ -201,17 +201,6 @@ inline void restore_order(float* acc, int64_t dv) {
   }
 }
 
-inline void dot_order(float* acc, int64_t dv) {
-  for (int64_t i = 0; i < dv; i += 32) {
-    float from[32];
-    std::memcpy(from, acc + i, sizeof from);
-    for (int quarter = 0; quarter < 4; ++quarter) {
-      std::memcpy(acc + i + 4 * quarter, from + 8 * quarter, 16);
-      std::memcpy(acc + i + 16 + 4 * quarter, from + 8 * quarter + 4, 16);
-    }
-  }
-}
-
 }  // namespace FLEX_ISA
 }  // namespace flex
 #endif

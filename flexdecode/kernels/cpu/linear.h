@@ -38,12 +38,14 @@ struct Int8Matrix {
   int64_t n, k;
 };
 
-// Rows of activations as the caller holds them.
+// Rows of activations as the caller holds them. Where they are to be alike, a row's bits are the same however many there are;
+// else sums are in the order that is quickest for as many.
 struct Rows {
   const void* x;
   int64_t stride;  // elements from row to row
   Float type;
   int64_t count;
+  bool alike;
 };
 
 // The same as the kernels read them: x[column][row] in fp32, or x[pair of columns][row] in bf16, with `padded` rows (see
@@ -52,6 +54,7 @@ struct Prepared {
   float* x;
   float* sums;
   int padded;
+  bool alike;
 };
 
 // Where results go: y = x @ w.T + bias, rounded to `type`; with `add`, y += factor · that, rounded again.

@@ -63,9 +63,9 @@ Int8Matrix int8_of(const Tensor& codes, const Tensor& scales, int64_t n) {
   return {codes.const_data_ptr<int8_t>(), scales.const_data_ptr<float>(), n, codes.size(1)};
 }
 
-Rows rows_of(const Tensor& x, int64_t first, int64_t count) {
+Rows rows_of(const Tensor& x, int64_t first, int64_t count, bool alike) {
   const char* data = static_cast<const char*>(x.const_data_ptr()) + first * x.stride(0) * x.element_size();
-  return {data, x.stride(0), float_of(x.scalar_type()), count};
+  return {data, x.stride(0), float_of(x.scalar_type()), count, alike};
 }
 
 Out out_of(const Tensor& y, const std::optional<Tensor>& bias, int64_t first, int64_t count) {
@@ -87,7 +87,7 @@ Tensor finished(const Tensor& y, const std::optional<Tensor>& bias, std::optiona
 // Rows in passes of about equal size, at most MOST_ROWS: `prepare(rows, prepared)` lays out each pass, `run(prepared, out, first,
 // last)` computes tiles. A tile meets all passes of a block while it is in a cache.
 template <class Prepare, class Run>
-void in_passes(const Tensor& x, const Tensor& y, const std::optional<Tensor>& bias, int64_t columns, int64_t groups, int64_t tiles, int64_t tile_bytes, const Prepare& prepare,
+void in_passes(const Tensor& x, const Tensor& y, const std::optional<Tensor>& bias, bool alike, int64_t columns, int64_t groups, int64_t tiles, int64_t tile_bytes, const Prepare& prepare,
                const Run& run) {
   const int64_t rows = x.size(0), width = columns + groups;
   const Tensor scratch = at::empty({(std::min(rows, BLOCK) / MOST_ROWS + 1) * MOST_ROWS * width}, at::kFloat);
@@ -99,9 +99,9 @@ void in_passes(const Tensor& x, const Tensor& y, const std::optional<Tensor>& bi
     for (int64_t pass = 0; pass < passes; ++pass) {
       const int64_t first = from + block * pass / passes, count = from + block * (pass + 1) / passes - first;
       const int padded = flex::padded_rows(count);
-      prepared.push_back({floats, floats + columns * padded, padded});
+      prepared.push_back({floats, floats + columns * padded, padded, alike});
       floats += MOST_ROWS * width;
-      prepare(rows_of(x, first, count), prepared.back());
+      prepare(rows_of(x, first, count, alike), prepared.back());
       outs.push_back(out_of(y, bias, first, count));
     }
     at::parallel_for(0, tiles, grain(tile_bytes), [&](int64_t first, int64_t last) {
@@ -134,13 +134,13 @@ Tensor activations(const Tensor& x, int64_t k) {
 }
 
 Tensor linear_int4(const Tensor& x_, const Tensor& codes, const Tensor& scales, const std::optional<Tensor>& offsets,
-                   const std::optional<Tensor>& bias, int64_t n, int64_t k, std::optional<at::ScalarType> out_type) {
+                   const std::optional<Tensor>& bias, int64_t n, int64_t k, std::optional<at::ScalarType> out_type, bool alike) {
   const Tensor x = activations(x_, k);
   const Int4Matrix w = int4_of(codes, scales, offsets, n, k);
   const LinearKernels& kernel = flex::linear_kernels();
   const Float type = float_of(x.scalar_type());
   const int64_t tiles = codes.size(0), tile_bytes = codes.size(1) * TILE * 4;
-  if (x.size(0) <= kernel.few_rows(type)) {
+  if (alike || x.size(0) <= kernel.few_rows(type)) {
     const Tensor y = results(x, n, out_type);
     const auto prepare = [&](const Rows& rows, const Prepared& to) {
       const int64_t elements = w.k / w.groups * rows.count;
@@ -148,7 +148,7 @@ Tensor linear_int4(const Tensor& x_, const Tensor& codes, const Tensor& scales, 
                        [&](int64_t first, int64_t last) { kernel.prepare4(w, rows, to, first, last); });
     };
     const auto run = [&](const Prepared& in, const Out& out, int64_t first, int64_t last) { kernel.int4(w, in, type, out, first, last); };
-    in_passes(x, y, bias, 8 * w.words * w.groups, w.groups, tiles, tile_bytes, prepare, run);
+    in_passes(x, y, bias, alike, 8 * w.words * w.groups, w.groups, tiles, tile_bytes, prepare, run);
     return y;
   }
   const Tensor y = results(x, n, std::nullopt);
@@ -163,19 +163,19 @@ Tensor linear_int4(const Tensor& x_, const Tensor& codes, const Tensor& scales, 
 }
 
 Tensor linear_int8(const Tensor& x_, const Tensor& codes, const Tensor& scales, const std::optional<Tensor>& bias, int64_t n,
-                   std::optional<at::ScalarType> out_type) {
+                   std::optional<at::ScalarType> out_type, bool alike) {
   const Tensor x = activations(x_, codes.size(1));
   const Int8Matrix w = int8_of(codes, scales, n);
   const LinearKernels& kernel = flex::linear_kernels();
   const Float type = float_of(x.scalar_type());
-  if (x.size(0) <= kernel.few_rows(type)) {
+  if (alike || x.size(0) <= kernel.few_rows(type)) {
     const Tensor y = results(x, n, out_type);
     const auto prepare = [&](const Rows& rows, const Prepared& to) {
       at::parallel_for(0, (w.k + 1) / 2, PREPARE_ELEMENTS / rows.count,
                        [&](int64_t first, int64_t last) { kernel.prepare8(w, rows, to, 2 * first, std::min(2 * last, w.k)); });
     };
     const auto run = [&](const Prepared& in, const Out& out, int64_t first, int64_t last) { kernel.int8(w, in, type, out, first, last); };
-    in_passes(x, y, bias, (w.k + 1) / 2 * 2, 0, codes.size(0), w.k * TILE, prepare, run);
+    in_passes(x, y, bias, alike, (w.k + 1) / 2 * 2, 0, codes.size(0), w.k * TILE, prepare, run);
     return y;
   }
   const Tensor y = results(x, n, std::nullopt);
@@ -190,13 +190,14 @@ Tensor linear_int8(const Tensor& x_, const Tensor& codes, const Tensor& scales, 
 }
 
 // x @ w.T for few rows, w [N, K] of x's type with rows in one piece.
-Tensor linear_dense(const Tensor& x_, const Tensor& w, const std::optional<Tensor>& bias, std::optional<at::ScalarType> out_type) {
+Tensor linear_dense(const Tensor& x_, const Tensor& w, const std::optional<Tensor>& bias, std::optional<at::ScalarType> out_type,
+                    bool alike) {
   const Tensor x = activations(x_, w.size(1));
   TORCH_CHECK(w.stride(1) == 1 && w.scalar_type() == x.scalar_type(), "activations of ", x.scalar_type(), " meet a matrix of ", w.scalar_type());
   const int64_t n = w.size(0), k = w.size(1), tiles = (n + TILE - 1) / TILE;
   const Tensor y = results(x, n, out_type);
   const flex::DenseMatrix matrix{w.const_data_ptr(), n, k, w.stride(0)};
-  const Rows rows = rows_of(x, 0, x.size(0));
+  const Rows rows = rows_of(x, 0, x.size(0), alike);
   const Out out = out_of(y, bias, 0, x.size(0));
   const LinearKernels& kernel = flex::linear_kernels();
   at::parallel_for(0, tiles, grain(TILE * k * w.element_size()), [&](int64_t first, int64_t last) { kernel.dense(matrix, rows, out, first, last); });
@@ -256,9 +257,9 @@ Tensor unpack_rows(const Tensor& codes, const Tensor& rows_, int64_t k) {
 }  // namespace
 
 TORCH_LIBRARY_FRAGMENT(flexdecode, m) {
-  m.def("linear_int4(Tensor x, Tensor codes, Tensor scales, Tensor? offsets, Tensor? bias, int n, int k, ScalarType? out) -> Tensor");
-  m.def("linear_int8(Tensor x, Tensor codes, Tensor scales, Tensor? bias, int n, ScalarType? out) -> Tensor");
-  m.def("linear_dense(Tensor x, Tensor w, Tensor? bias, ScalarType? out) -> Tensor");
+  m.def("linear_int4(Tensor x, Tensor codes, Tensor scales, Tensor? offsets, Tensor? bias, int n, int k, ScalarType? out, bool alike) -> Tensor");
+  m.def("linear_int8(Tensor x, Tensor codes, Tensor scales, Tensor? bias, int n, ScalarType? out, bool alike) -> Tensor");
+  m.def("linear_dense(Tensor x, Tensor w, Tensor? bias, ScalarType? out, bool alike) -> Tensor");
   m.def("pack_int4(Tensor codes) -> Tensor");
   m.def("pack_int8(Tensor codes) -> Tensor");
   m.def("held(Tensor[] parts, ScalarType dtype) -> Tensor");

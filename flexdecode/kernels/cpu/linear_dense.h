@@ -83,10 +83,11 @@ FLEX_INLINE void dense_block(const T* w, int64_t w_stride, const T* x, int64_t x
 }
 
 // A tile against M rows of activations. One row of the matrix is one ascending stream, which memory likes best; with more
-// activations four share what is loaded of them.
-template <int M, class T>
+// activations four share what is loaded of them, and where all are to be alike always.
+template <int M, bool alike, class T>
 void dense_tile(const DenseMatrix& w, const T* x, int64_t stride, int64_t tile, float (*totals)[TILE]) {
-  constexpr int R = M <= 2 ? 1 : 4, C = M <= 2 ? 4 : 1;
+  constexpr bool few = M <= 2 && !alike;
+  constexpr int R = few ? 1 : 4, C = few ? 4 : 1;
   const int64_t at = tile * TILE, count = std::min<int64_t>(TILE, w.n - at);
   const T* from = static_cast<const T*>(w.w) + at * w.stride;
   const auto into = [&](int64_t n) { return reinterpret_cast<float(*)[TILE]>(&totals[0][n]); };
@@ -95,7 +96,7 @@ void dense_tile(const DenseMatrix& w, const T* x, int64_t stride, int64_t tile, 
   for (; n < count; ++n, from += w.stride) dense_block<1, M, C>(from, w.stride, x, stride, w.k, into(n));
 }
 
-template <class T>
+template <class T, bool alike>
 void dense_as(const DenseMatrix& w, const Rows& in, const Out& out, int64_t first, int64_t last) {
   const T* x = static_cast<const T*>(in.x);
   const int64_t size = bytes_of(out.type);
@@ -107,20 +108,24 @@ void dense_as(const DenseMatrix& w, const Rows& in, const Out& out, int64_t firs
       part.rows = std::min<int64_t>(DENSE_ROWS, in.count - row);
       part.y = static_cast<char*>(out.y) + row * out.stride * size;
       switch (part.rows) {
-        case 1: dense_tile<1>(w, own, in.stride, tile, totals); break;
-        case 2: dense_tile<2>(w, own, in.stride, tile, totals); break;
-        case 3: dense_tile<std::min(3, DENSE_ROWS)>(w, own, in.stride, tile, totals); break;
-        default: dense_tile<DENSE_ROWS>(w, own, in.stride, tile, totals);
+        case 1: dense_tile<1, alike>(w, own, in.stride, tile, totals); break;
+        case 2: dense_tile<2, alike>(w, own, in.stride, tile, totals); break;
+        case 3: dense_tile<std::min(3, DENSE_ROWS), alike>(w, own, in.stride, tile, totals); break;
+        default: dense_tile<DENSE_ROWS, alike>(w, own, in.stride, tile, totals);
       }
       put_tile(totals, part, tile, w.n);
     }
 }
 
 inline void dense(const DenseMatrix& w, const Rows& in, const Out& out, int64_t first, int64_t last) {
+  const auto as = [&](auto type) {
+    using T = decltype(type);
+    in.alike ? dense_as<T, true>(w, in, out, first, last) : dense_as<T, false>(w, in, out, first, last);
+  };
   switch (in.type) {
-    case Float::fp32: return dense_as<float>(w, in, out, first, last);
-    case Float::bf16: return dense_as<bf16>(w, in, out, first, last);
-    case Float::fp16: return dense_as<fp16>(w, in, out, first, last);
+    case Float::fp32: return as(float{});
+    case Float::bf16: return as(bf16{});
+    case Float::fp16: return as(fp16{});
   }
 }
 

@@ -60,9 +60,8 @@ FLEX_INLINE void add_group(const Int4Matrix& w, int64_t group, int first, const 
 
 // V vectors of one tile, from `first` on, by fp32 products. C sums for each result, added at the end: one alone would wait for
 // itself.
-template <int M, int V>
+template <int M, int V, int C>
 FLEX_INLINE void tile_floats(const Int4Matrix& w, int64_t tile, int first, const Prepared& in, float (*totals)[TILE]) {
-  constexpr int C = M * V >= 8 ? 1 : M * V >= 4 ? 2 : 4;
   const uint32_t* codes = w.codes + tile * w.groups * w.words * TILE + first * W;
   const float* x = in.x;
   for (int64_t g = 0; g < w.groups; ++g) {
@@ -90,9 +89,8 @@ FLEX_INLINE void tile_floats(const Int4Matrix& w, int64_t tile, int first, const
 #if defined(__AVX512BF16__) && !defined(FLEX_PORTABLE)
 // A tile by bf16 dot products: two columns of sixteen rows at a time. The permutation looks at five bits of an index, of
 // which the table ignores the fifth: it belongs to another column.
-template <int M>
+template <int M, int C>
 FLEX_INLINE void tile_pairs(const Int4Matrix& w, int64_t tile, const Prepared& in, float (*totals)[TILE]) {
-  constexpr int C = M <= 2 ? 4 : M <= 4 ? 2 : 1;
   alignas(64) static constexpr uint16_t values[32] = {
       0xc100, 0xc0e0, 0xc0c0, 0xc0a0, 0xc080, 0xc040, 0xc000, 0xbf80, 0, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0,
       0xc100, 0xc0e0, 0xc0c0, 0xc0a0, 0xc080, 0xc040, 0xc000, 0xbf80, 0, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0};
@@ -130,30 +128,22 @@ FLEX_INLINE void tile_pairs(const Int4Matrix& w, int64_t tile, const Prepared& i
 }
 #endif
 
-template <int M>
+template <int M, bool alike>
 void int4_rows(const Int4Matrix& w, const Prepared& in, bool pairs, const Out& out, int64_t first, int64_t last) {
-  constexpr int V = VECTORS < 4 ? VECTORS : M == 1 ? 4 : 2;
+  constexpr int V = vectors_of(M);
   for (int64_t tile = first; tile < last; ++tile) {
     alignas(64) float totals[M][TILE] = {};
 #if defined(__AVX512BF16__) && !defined(FLEX_PORTABLE)
-    if (pairs) tile_pairs<M>(w, tile, in, totals);
+    if (pairs) tile_pairs<M, sums_of(2 * M, alike)>(w, tile, in, totals);
     else
 #endif
-      for (int v = 0; v < VECTORS; v += V) tile_floats<M, V>(w, tile, v, in, totals);
+      for (int v = 0; v < VECTORS; v += V) tile_floats<M, V, sums_of(M * V + 1, alike)>(w, tile, v, in, totals);
     put_tile(totals, out, tile, w.n);
   }
 }
 
 inline void int4(const Int4Matrix& w, const Prepared& in, Float type, const Out& out, int64_t first, int64_t last) {
-  const bool pairs = PAIRS && type == Float::bf16;
-  switch (in.padded) {
-    case 1: return int4_rows<1>(w, in, pairs, out, first, last);
-    case 2: return int4_rows<2>(w, in, pairs, out, first, last);
-    case 3: return int4_rows<3>(w, in, pairs, out, first, last);
-    case 4: return int4_rows<4>(w, in, pairs, out, first, last);
-    case 6: return int4_rows<6>(w, in, pairs, out, first, last);
-    default: return int4_rows<MOST_ROWS>(w, in, pairs, out, first, last);
-  }
+  by_rows(in, [&](auto rows, auto alike) { int4_rows<rows(), alike()>(w, in, PAIRS && type == Float::bf16, out, first, last); });
 }
 
 template <class T>

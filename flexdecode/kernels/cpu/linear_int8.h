@@ -9,11 +9,9 @@
 namespace flex {
 namespace FLEX_ISA {
 
-
 // V vectors of one tile, from `first` on. C sums for each result, added at the end: one alone would wait for itself.
-template <int M, int V>
+template <int M, int V, int C>
 FLEX_INLINE void tile_int8(const Int8Matrix& w, int64_t tile, int first, const float* x, float (*totals)[TILE]) {
-  constexpr int C = M * V >= 8 ? 1 : M * V >= 4 ? 2 : 4;
   const int8_t* codes = w.codes + tile * w.k * TILE + first * W;
   vf acc[C][V][M] = {};
   int64_t k = 0;
@@ -47,9 +45,8 @@ FLEX_INLINE __m512bh pairs_of(const int8_t* even, const int8_t* odd) {
 }
 
 // A tile by bf16 dot products, two columns at a time.
-template <int M>
+template <int M, int C>
 FLEX_INLINE void tile_int8_pairs(const Int8Matrix& w, int64_t tile, const uint32_t* x, float (*totals)[TILE]) {
-  constexpr int C = M <= 2 ? 4 : M <= 4 ? 2 : 1;
   const int8_t* codes = w.codes + tile * w.k * TILE;
   __m512 acc[C][2][M] = {};
   int64_t k = 0;
@@ -86,30 +83,22 @@ FLEX_INLINE void tile_int8_pairs(const Int8Matrix& w, int64_t tile, const uint32
 }
 #endif
 
-template <int M>
+template <int M, bool alike>
 void int8_rows(const Int8Matrix& w, const Prepared& in, bool pairs, const Out& out, int64_t first, int64_t last) {
-  constexpr int V = VECTORS < 4 ? VECTORS : M == 1 ? 4 : 2;
+  constexpr int V = vectors_of(M);
   for (int64_t tile = first; tile < last; ++tile) {
     alignas(64) float totals[M][TILE];
 #if defined(__AVX512BF16__) && !defined(FLEX_PORTABLE)
-    if (pairs) tile_int8_pairs<M>(w, tile, reinterpret_cast<const uint32_t*>(in.x), totals);
+    if (pairs) tile_int8_pairs<M, sums_of(2 * M, alike)>(w, tile, reinterpret_cast<const uint32_t*>(in.x), totals);
     else
 #endif
-      for (int v = 0; v < VECTORS; v += V) tile_int8<M, V>(w, tile, v, in.x, totals);
+      for (int v = 0; v < VECTORS; v += V) tile_int8<M, V, sums_of(M * V + 1, alike)>(w, tile, v, in.x, totals);
     put_tile(totals, out, tile, w.n);
   }
 }
 
 inline void int8(const Int8Matrix& w, const Prepared& in, Float type, const Out& out, int64_t first, int64_t last) {
-  const bool pairs = PAIRS && type == Float::bf16;
-  switch (in.padded) {
-    case 1: return int8_rows<1>(w, in, pairs, out, first, last);
-    case 2: return int8_rows<2>(w, in, pairs, out, first, last);
-    case 3: return int8_rows<3>(w, in, pairs, out, first, last);
-    case 4: return int8_rows<4>(w, in, pairs, out, first, last);
-    case 6: return int8_rows<6>(w, in, pairs, out, first, last);
-    default: return int8_rows<MOST_ROWS>(w, in, pairs, out, first, last);
-  }
+  by_rows(in, [&](auto rows, auto alike) { int8_rows<rows(), alike()>(w, in, PAIRS && type == Float::bf16, out, first, last); });
 }
 
 template <class T>

@@ -24,6 +24,29 @@ inline int64_t few_rows(Float type) {
 }
 
 constexpr int VECTORS = TILE / W;  // of a tile's rows
+// Of them, how many are computed together with M rows of activations.
+constexpr int vectors_of(int m) { return VECTORS < 4 ? VECTORS : m == 1 ? 4 : 2; }
+// Running sums of a result, by the registers that one of each takes: one alone would wait for itself. Where rows are to be
+// alike there is one in any case.
+constexpr int sums_of(int registers, bool alike) { return alike || registers > 8 ? 1 : registers > 4 ? 2 : 4; }
+
+// Calls f with the number of rows and whether they are to be alike, both known to the compiler.
+template <class F>
+FLEX_INLINE void by_rows(const Prepared& in, const F& f) {
+  const auto known = [&](auto rows) {
+    if (in.alike) f(rows, std::true_type{});
+    else f(rows, std::false_type{});
+  };
+  switch (in.padded) {
+    case 1: return known(std::integral_constant<int, 1>{});
+    case 2: return known(std::integral_constant<int, 2>{});
+    case 3: return known(std::integral_constant<int, 3>{});
+    case 4: return known(std::integral_constant<int, 4>{});
+    case 6: return known(std::integral_constant<int, 6>{});
+    default: return known(std::integral_constant<int, MOST_ROWS>{});
+  }
+}
+
 constexpr int64_t LEAD = 12288;     // bytes of codes asked for ahead
 
 FLEX_INLINE void ask(const void* p) { __builtin_prefetch(p, 0, 3); }

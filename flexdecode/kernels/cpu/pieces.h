@@ -47,22 +47,34 @@ struct Cut {
   int64_t states;
 };
 
-// Pieces of at most `split` blocks; with 0, an eighth of what the tile sees, from 4 to 16 blocks: enough pieces for the threads
-// to share, long enough for a merge to cost nothing. What a tile is cut into depends on its own blocks alone, so its
-// result has the same bits in any company and on any number of threads.
+// Where the piece ends that begins with the tile's block `at`.
+inline int64_t piece_end(const Tile& tile, int64_t at, int64_t split) {
+  const int64_t n = tile.block_count;
+  if (split <= 0) return std::min(n, at + std::clamp<int64_t>((n + 7) / 8, 4, 16));
+  const int32_t* blocks = tile.blocks;
+  return std::lower_bound(blocks + at, blocks + n, (blocks[at] / split + 1) * split) - blocks;
+}
+
+// A piece for each `split` blocks of the sequence, so that a query's are the same whatever others see; with 0, pieces of an
+// eighth of what the tile sees, from 4 to 16 blocks: enough for the threads to share, long enough for a merge to cost
+// nothing. Either way a tile's result has the same bits in any company and on any number of threads.
 inline Cut cut(const AttendArgs& a, int64_t split) {
   Cut found{};
   for (int64_t t = 0; t < a.tile_count; ++t) {
     const Tile& tile = a.tiles[t];
-    const int64_t n = tile.block_count, size = split > 0 ? split : std::clamp<int64_t>((n + 7) / 8, 4, 16);
+    const int64_t n = tile.block_count;
+    const bool whole = n == 0 || piece_end(tile, 0, split) == n;
     const int64_t first = tile.kv_head < 0 ? 0 : tile.kv_head, last = tile.kv_head < 0 ? a.kv_heads : tile.kv_head + 1;
     for (int64_t h = first; h < last; ++h) {
-      if (n <= size) {
+      if (whole) {
         found.pieces.push_back({t, h, 0, n, -1});
         continue;
       }
       const int64_t from = found.states;
-      for (int64_t at = 0; at < n; at += size) found.pieces.push_back({t, h, at, std::min(n, at + size), found.states++});
+      for (int64_t at = 0, end; at < n; at = end) {
+        end = piece_end(tile, at, split);
+        found.pieces.push_back({t, h, at, end, found.states++});
+      }
       found.merges.push_back({t, h, from, found.states - from});
     }
   }

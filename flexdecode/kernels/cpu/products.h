@@ -115,16 +115,16 @@ FLEX_INLINE void weighted4(float* acc, int64_t dv, const float* p, const T* v, i
   }
 }
 
-// The same for one row and the keys that it sees: a value that is masked may be anything, and 0 · NaN is NaN.
+// Whether n rows of values are all numbers, and none of them infinite.
 template <class T>
-FLEX_INLINE void weighted1(float* acc, const float* p, uint64_t seen, const T* v, int64_t stride, int64_t n, int64_t dim) {
+FLEX_INLINE bool finite(const T* v, int64_t stride, int64_t n, int64_t dim) {
+  vf zeros = {};
   for (int64_t j = 0; j < n; ++j) {
-    if (!((seen >> j) & 1)) continue;
-    const vf weight = splat(p[j]);
     int64_t i = 0;
-    for (; i + W <= dim; i += W) store(acc + i, load(acc + i) + weight * load(v + j * stride + i));
-    if (i < dim) store(acc + i, load(acc + i) + weight * load_part(v + j * stride + i, static_cast<int>(dim - i)));
+    for (; i + W <= dim; i += W) zeros += load(v + j * stride + i) * 0.0f;
+    if (i < dim) zeros += load_part(v + j * stride + i, static_cast<int>(dim - i)) * 0.0f;
   }
+  return sum(zeros) == 0.0f;
 }
 
 }  // namespace FLEX_ISA

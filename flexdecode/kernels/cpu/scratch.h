@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <type_traits>
 
 #include "attend.h"
 #include "dot_amx.h"
@@ -19,14 +20,15 @@ namespace FLEX_ISA {
 // What products are made of.
 enum class By { fp32, bf16, tiles, int8 };
 
-// Whether weights are rounded to bf16, queries stay unscaled, and columns of sums lie in the order of `dot_order`.
+// Whether weights are rounded to bf16, queries stay unscaled, and columns of sums lie in an order that `restore_order` undoes.
 constexpr bool halves(By by) { return by == By::bf16 || by == By::tiles; }
 
-// What the products of so many rows are made of. Who gives more digits than keys have gets fp32.
+// What the products of so many rows are made of. Who gives more digits than keys have gets fp32. Where rows are to be alike,
+// their number decides nothing.
 inline By by_of(const AttendArgs& a, int64_t rows) {
 #if FLEX_DOT_TILES
   // Half a tile of wide heads was slower than dot products (docs/log.md).
-  const bool pays = rows > 2 * kRows || (rows > kRows && a.head_dim <= 128);
+  const bool pays = a.alike || rows > 2 * kRows || (rows > kRows && a.head_dim <= 128);
   if (a.q_type == Type::bf16 && a.kv_type == Type::bf16 && pays && a.head_dim % 2 == 0) return By::tiles;
 #endif
 #if FLEX_DOT_BF16
@@ -37,6 +39,10 @@ inline By by_of(const AttendArgs& a, int64_t rows) {
 #endif
   return By::fp32;
 }
+
+// What weights are held as.
+template <By by>
+using Weight = std::conditional_t<halves(by), bf16, float>;
 
 // Scratch of a thread: the group's queries widened [rows4, padded(head_dim)] (or as they are, bf16), scores and weights
 // of a block [rows4, 64] each (weights in bf16 for dot products), sums [rows4, dv], maximum and total.
@@ -53,10 +59,11 @@ struct Scratch {
   bf16* pairs;      // [kStepMost, dv]
   float* turned;    // [kStepMost, 16]
   int64_t rows4, d, dv, dv8;  // rows as products take them: a multiple of four, in tiles of sixteen
+  bool fours;                 // always four rows together, neither one nor eight
   // Whether the four rows from `row` on, a multiple of four, are taken together with four others.
-  bool paired(int64_t row) const { return row / (2 * kRows) * (2 * kRows) + kRows < rows4; }
+  bool paired(int64_t row) const { return !fours && row / (2 * kRows) * (2 * kRows) + kRows < rows4; }
   Scratch(const AttendArgs& a, int64_t rows, float* at)
-      : rows4(rounded(a, rows)), d(padded(a.head_dim)), dv8((a.v_head_dim + 63) / 64 * 64) {
+      : rows4(rounded(a, rows)), d(padded(a.head_dim)), dv8((a.v_head_dim + 63) / 64 * 64), fours(a.alike) {
     dv = a.kv_type == Type::int8 ? dv8 : padded(a.v_head_dim);
     q = at;
     s = q + rows4 * d;
@@ -91,6 +98,12 @@ struct Scratch {
   }
 };
 
+template <By by>
+FLEX_INLINE const Weight<by>* weights(const Scratch& x) {
+  if constexpr (halves(by)) return x.p16;
+  else return x.p;
+}
+
 inline int64_t scratch_floats(const AttendArgs& a, int64_t rows) { return Scratch::floats(a, rows); }
 
 #if FLEX_DOT_BF16
@@ -111,7 +124,7 @@ inline void copy_queries(const AttendArgs& a, const Tile& tile, int64_t kv_head,
     return;
   }
 #endif
-  if (rows == 1) {
+  if (rows == 1 && !x.fours) {
     std::memcpy(x.q16, at(0), a.head_dim * sizeof(bf16));
     return;
   }

@@ -109,7 +109,8 @@ struct StackObject : torch::CustomClassHolder {
   void finish(const Tensor& weight, double eps) { last_norm = {pointer(weight), static_cast<float>(eps)}; }
 
   // Runs blocks [first, last) on x, in place. `groups`: seven tensors each, slots and the arrays of a plan; `ropes`: cos and sin each.
-  void run(const Tensor& x, int64_t first, int64_t last, const std::vector<Tensor>& groups, const std::vector<Tensor>& ropes, int64_t split) {
+  void run(const Tensor& x, int64_t first, int64_t last, const std::vector<Tensor>& groups, const std::vector<Tensor>& ropes, int64_t split,
+           bool alike) {
     const std::lock_guard<std::mutex> lock(busy);
     std::vector<flex::Group> shared;
     for (size_t i = 0; i + 7 <= groups.size(); i += 7)
@@ -120,7 +121,7 @@ struct StackObject : torch::CustomClassHolder {
       turns.push_back({ropes[i].const_data_ptr<float>(), ropes[i + 1].const_data_ptr<float>(), ropes[i].size(-1)});
     TORCH_CHECK(x.is_contiguous() && first >= 0 && last <= static_cast<int64_t>(blocks.size()), "stack: x or blocks");
     const flex::StackCall call{blocks.data() + first, held.data() + first, last - first, shared, turns, static_cast<char*>(x.mutable_data_ptr()),
-                               x.size(0), x.size(1), float_of(x.scalar_type()), split,
+                               x.size(0), x.size(1), float_of(x.scalar_type()), split, alike,
                                last == static_cast<int64_t>(blocks.size()) ? last_norm : flex::Norm{}, spent.empty() ? nullptr : spent.data()};
     const int64_t threads = at::in_parallel_region() ? 1 : at::get_num_threads();
     flex::StackRun work(call, flex::linear_kernels(), kernels(), threads);

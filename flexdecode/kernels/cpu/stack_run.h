@@ -23,6 +23,7 @@ struct StackCall {
   int64_t tokens, hidden;
   Float type;
   int64_t split;
+  bool alike;      // rows, see linear.h and attend.h
   Norm last;       // of what comes out, or the identity
   int64_t* spent;  // nanoseconds by phase, or null
 };
@@ -137,6 +138,7 @@ inline AttendArgs StackRun::args(const Block& block, const Held& held) const {
   a.heads = b.heads, a.kv_heads = b.kv_heads, a.head_dim = b.head_dim, a.v_head_dim = b.head_dim;
   a.tiles = group.tiles.data(), a.tile_count = static_cast<int64_t>(group.tiles.size());
   a.scale = b.scale;
+  a.alike = call_.alike;
   a.ops = b.ops.data(), a.op_count = static_cast<int64_t>(b.ops.size());
   a.sinks = b.sinks;
   a.pass = Pass::all;
@@ -178,7 +180,7 @@ inline const char* StackRun::normed(Member& m, const Norm& norm) {
 inline Prepared StackRun::prepared(const Member& m, const Part& part, int64_t pass, int64_t count) const {
   const int padded = padded_rows(count);
   float* floats = reinterpret_cast<float*>(m.scratch + prepared_) + (alone() ? m.rank : pass * MOST_ROWS) * floats_;
-  return {floats, floats + part.columns() * padded, padded};
+  return {floats, floats + part.columns() * padded, padded, call_.alike};
 }
 
 inline void StackRun::prepare(Member& m, const Part& part, const char* x, int64_t stride) {
@@ -186,7 +188,7 @@ inline void StackRun::prepare(Member& m, const Part& part, const char* x, int64_
   const int64_t units = part.kind == Part::int4 ? part.q4.groups : (part.q8.k + 1) / 2;
   for (int64_t pass = 0; pass < passes_; ++pass) {
     const int64_t from = call_.tokens * pass / passes_, count = call_.tokens * (pass + 1) / passes_ - from;
-    const Rows rows{x + from * stride * element(), stride, call_.type, count};
+    const Rows rows{x + from * stride * element(), stride, call_.type, count, call_.alike};
     const Prepared into = prepared(m, part, pass, count);
     int64_t first = 0, last = units;
     if (!alone()) m.team.share(m.rank, units, first, last);
@@ -201,7 +203,7 @@ inline void StackRun::tiles(const Member& m, const Part& part, const char* x, in
   Out out = whole;
   out.y = static_cast<char*>(whole.y) + part.row * element();
   if (whole.bias) out.bias = whole.bias + part.row;
-  if (part.kind == Part::dense) return linear_.dense(part.floats, {x, stride, call_.type, call_.tokens}, out, first, last);
+  if (part.kind == Part::dense) return linear_.dense(part.floats, {x, stride, call_.type, call_.tokens, call_.alike}, out, first, last);
   const auto pass_of = [&](int64_t pass, int64_t from, int64_t until) {
     const int64_t row = call_.tokens * pass / passes_;
     Out own = out;

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from flexdecode.attention.backends import reference
 from flexdecode.attention.backends.reference import Reference
 from flexdecode.attention.masks import Mask, causal, chunked, window
 from flexdecode.attention.plan import plan_attention
+from flexdecode.attention.request import Request
 from flexdecode.attention.scores import Score, ScoreMod, softcap
 from tests.attention.dense import (
     ByHead,
@@ -230,5 +232,7 @@ def test_what_is_not_finite_reaches_exactly_the_rows_that_see_it(mask: Mask, bad
         assert not bool(after[sees, 0].isfinite().any())
 
 
-def test_it_serves_everything() -> None:
-    assert BACKEND.unsupported(None) is None  # type: ignore[arg-type]
+def test_it_serves_everything_but_sums_that_never_vary() -> None:
+    request = Request(4, 2, 32, torch.float32, torch.int8, "cpu", softcap(3.0), sinks=True, return_lse=True)
+    assert BACKEND.unsupported(request) is None
+    assert "how many queries" in str(BACKEND.unsupported(replace(request, batch_invariant=True)))
