@@ -56,11 +56,15 @@ def progress(row: Row) -> str:
     """One row in one line."""
     if "failure" in row:
         return f"{place(row)}: FAILED: {row['failure']}"
+    if row["benchmark"] == "engine":
+        return f"{place(row)}: {row['times']:.2f} times as quick as {row['beside']}"
     return f"{place(row)}: {rate(row):.2f} tokens/s, {row['fraction_of_floor']:.0%} of the floor"
 
 
 def place(row: Row) -> str:
     """Where a row stands in its table."""
+    if row["benchmark"] == "engine":
+        return str(row["work"])
     if row["benchmark"] in ("grid", "latency"):
         return f"batch {row['batch']}, {row['prefill_length']} + {row['decode_length']} tokens"
     return f"{row['context']} tokens" + (f", {row['backend']}" if "backend" in row else "")
@@ -198,6 +202,13 @@ _COLUMNS: dict[str, tuple[tuple[str, Cell], ...]] = {
         ("of GEMM's", lambda row: f"{row['gemm_gflop_per_s']:.1f}"),
         _OF_FLOOR,
     ),
+    "engine": (
+        ("Work", lambda row: row["work"]),
+        ("ms", lambda row: _between(row, "")),
+        ("Beside", lambda row: row["beside"]),
+        ("its ms", lambda row: f"{row['beside_ms']:.1f}"),
+        ("times as quick", lambda row: f"{row['times']:.2f}×"),
+    ),
     "grid": (*_LENGTHS, *_RATES, ("Memory", _gib), _OF_FLOOR),
     "latency": (
         *_LENGTHS,
@@ -210,4 +221,4 @@ _COLUMNS: dict[str, tuple[tuple[str, Cell], ...]] = {
         _OF_FLOOR,
     ),
 }
-_ALWAYS = {"Length", "Batch Size", "Prefill Length", "Decode Length"}  # what failed rows have, too
+_ALWAYS = {"Work", "Length", "Batch Size", "Prefill Length", "Decode Length"}  # what failed rows have, too

@@ -7,7 +7,7 @@ reuse. Requests are greedy and go on past any end.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -23,13 +23,14 @@ _seeds = itertools.count()
 
 
 class Session:
-    """`batch` requests of `prompt_tokens` tokens that will make `new_tokens` each. Leaving it as a context manager
-    aborts what still runs.
+    """`batch` requests of `prompt` tokens, or of that prompt, that will make `new_tokens` each. Leaving it as a context
+    manager aborts what still runs.
 
     Raises ValueError where the engine's context or cache ends before, and where logits are not finite.
     """
 
-    def __init__(self, engine: Engine, prompt_tokens: int, new_tokens: int, batch: int = 1) -> None:
+    def __init__(self, engine: Engine, prompt: int | Sequence[int], new_tokens: int, batch: int = 1) -> None:
+        prompt_tokens = prompt if isinstance(prompt, int) else len(prompt)
         page, config = engine.cache.page, engine.config
         room = batch * -(-(prompt_tokens + new_tokens) // page) * page
         if room > config.kv_tokens or batch > config.max_running:
@@ -39,13 +40,16 @@ class Session:
             )
         self._engine = engine
         params = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=new_tokens).resolve({})
-        generator = torch.Generator().manual_seed(next(_seeds))
-        vocab = engine.model.config.vocab_size
-        prompts_BT = torch.randint(0, vocab, (batch, prompt_tokens), generator=generator).tolist()
+        if isinstance(prompt, int):
+            generator = torch.Generator().manual_seed(next(_seeds))
+            vocab = engine.model.config.vocab_size
+            prompts = torch.randint(0, vocab, (batch, prompt_tokens), generator=generator).tolist()
+        else:
+            prompts = [list(prompt)] * batch
         self.requests: list[Request] = []
         try:
-            for prompt in prompts_BT:
-                self.requests.append(engine.add(prompt, params))
+            for tokens in prompts:
+                self.requests.append(engine.add(tokens, params))
         except ValueError:
             self.close()
             raise

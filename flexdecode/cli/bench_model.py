@@ -1,4 +1,4 @@
-"""`flexdecode bench prefill | decode | grid | latency MODEL`: whole models, beside what the machine gives."""
+"""`flexdecode bench prefill | decode | grid | latency | engine MODEL`: whole models, beside what the machine gives."""
 
 from __future__ import annotations
 
@@ -119,9 +119,42 @@ def latency(
     report.write(_with_model(model, engine, lambda llm: bench(llm, model, task, count)), json)
 
 
+@verb
+def engine(
+    model: Model,
+    engine: EngineOptions,
+    report: ReportOptions,
+    running: Annotated[int, option("--running", help="Requests at once.")] = 64,
+    prompt: Annotated[int, option("--input", help="Tokens of each prompt.")] = 512,
+    answer: Annotated[int, option("--output", help="Tokens of each answer.")] = 128,
+    known: Annotated[int, option("--known", help="Tokens of the prompt that is found in the cache.")] = 4096,
+    repetitions: Annotated[int, option("--repetitions", help="Timed rounds.")] = 3,
+    json: Json = False,
+) -> None:
+    for name, value, least in (
+        ("running", running, 1),
+        ("input", prompt, 1),
+        ("output", answer, 2),
+        ("known", known, 1),
+    ):
+        if value < least:
+            raise ValueError(f"--{name} {value} must be at least {least}")
+    if report.plot is not None:
+        raise ValueError(
+            f"--plot {report.plot}: these rows compare works, and there is no context to draw them against"
+        )
+    count = _repetitions(repetitions)
+    report.check()
+    from flexdecode.benchmark.engine import Load, bench
+
+    load = Load(running, prompt, answer, known)
+    report.write(_with_model(model, engine, lambda llm: bench(llm, model, load, count)), json)
+
+
 COMMANDS = (
     ("prefill", "Prefills beside the products that they must make.", prefill),
     ("decode", "Decoding by length of context; --attention sdpa,flex,cpu sets backends beside each other.", decode),
     ("grid", "Prefill, decode and memory by batch size and length.", grid),
     ("latency", "Whole answers: median latency and throughput, prefill and decode.", latency),
+    ("engine", "Many requests at once, the engine's own cost, known prompts, guessed tokens.", engine),
 )

@@ -1,4 +1,4 @@
-"""`bench prefill | decode | grid | latency`: the whole way, on a tiny model. No figure is asserted."""
+"""`bench prefill | decode | grid | latency | engine`: the whole way, on a tiny model. No figure is asserted."""
 
 from __future__ import annotations
 
@@ -50,6 +50,18 @@ def test_backends_stand_beside_each_other(capsys: pytest.CaptureFixture[str]) ->
     assert "keys and values drawn at random" in told
 
 
+def test_the_engine_is_compared_with_itself(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = ["--running", "3", "--input", "8", "--output", "12", "--known", "80"]
+    rows = tmp_path / "rows.jsonl"
+    assert main(["bench", "engine", TINY, "--repetitions", "1", *sizes, "--out", str(rows)]) == 0
+    told = capsys.readouterr().out
+    works = ["a token, 3 running", "3 x (8 + 12) tokens", "a step, one running", "first token, 80 known and 16 new"]
+    assert [json.loads(line)["work"] for line in rows.read_text().splitlines()] == works
+    assert [line.split(" | ")[0] for line in told.splitlines() if line.startswith("| ")][2:] == [
+        f"| {w}" for w in works
+    ]
+
+
 def test_a_failed_row_ends_in_1_after_the_others(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -86,6 +98,9 @@ def refused(argv: list[str], capsys: pytest.CaptureFixture[str]) -> str:
         (["grid", TINY, "--out", "absent/rows"], "absent/rows"),
         (["latency", TINY, "--batch-size", "0"], "--batch-size 0 must be at least 1"),
         (["latency", TINY, "--input", "0"], "--input 0 must be at least 1"),
+        (["engine", TINY, "--running", "0"], "--running 0 must be at least 1"),
+        (["engine", TINY, "--output", "1"], "--output 1 must be at least 2"),
+        (["engine", TINY, "--plot", "speed.png"], "--plot speed.png"),
     ],
 )
 def test_wrong_values_are_one_line_before_a_model_is_read(
@@ -105,6 +120,7 @@ def test_wrong_values_are_one_line_before_a_model_is_read(
         (["decode", TINY, "--lengths", "5000"], "--lengths 5000"),
         (["grid", TINY], "--lengths 4096"),
         (["latency", TINY, "--output", "1"], "--output 1"),
+        (["engine", TINY, "--known", "5000"], "--known 5000 needs a context of 5017 tokens"),
         (["prefill", "random:nothing"], "unknown shape 'nothing'"),
         (["decode", "random:nothing", "--attention", "sdpa,cpu"], "unknown shape 'nothing'"),
     ],

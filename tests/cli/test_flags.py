@@ -100,6 +100,7 @@ VERBS = {
     "bench decode": ENGINE | REPORT | {"--lengths", "--fill", "--repetitions"},
     "bench grid": ENGINE | REPORT | {"--batch", "--lengths", "--repetitions"},
     "bench latency": ENGINE | REPORT | {"--batch-size", "--input", "--output", "--repetitions"},
+    "bench engine": ENGINE | REPORT | {"--running", "--input", "--output", "--known", "--repetitions"},
 }
 
 
