@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 Row = dict[str, Any]
 
 
-def _repetitions(count: int) -> int:
-    if count < 1:
-        raise ValueError(f"--repetitions {count} must be at least 1")
-    return count
+def _at_least(option: str, value: int, least: int = 1) -> int:
+    if value < least:
+        raise ValueError(f"--{option} {value} must be at least {least}")
+    return value
 
 
 def _with_model(model: str, engine: EngineOptions, bench: Callable[[LLM], Iterator[Row]]) -> Iterator[Row]:
@@ -41,7 +41,7 @@ def prefill(
     repetitions: Annotated[int, option("--repetitions", help="Timed prefills of each length.")] = 3,
     json: Json = False,
 ) -> None:
-    sizes, count = numbers("lengths", lengths), _repetitions(repetitions)
+    sizes, count = numbers("lengths", lengths), _at_least("repetitions", repetitions)
     report.check()
     from flexdecode.benchmark.prefill import bench
 
@@ -66,7 +66,7 @@ def decode(
     if fill not in ("prefill", "random"):
         raise ValueError(f"--fill {fill!r} is not known (known: prefill, random)")
     kind: Fill = "random" if fill == "random" else "prefill"
-    sizes, count = numbers("lengths", lengths), _repetitions(repetitions)
+    sizes, count = numbers("lengths", lengths), _at_least("repetitions", repetitions)
     names = tuple(dict.fromkeys(name.strip() for name in engine.attention.split(",")))
     report.check()
     from flexdecode.benchmark.decode import Plan, bench
@@ -90,7 +90,7 @@ def grid(
     repetitions: Annotated[int, option("--repetitions", help="Timed prefills; every decode step is timed.")] = 3,
     json: Json = False,
 ) -> None:
-    sizes, batches, count = numbers("lengths", lengths), numbers("batch", batch), _repetitions(repetitions)
+    sizes, batches, count = numbers("lengths", lengths), numbers("batch", batch), _at_least("repetitions", repetitions)
     report.check()
     from flexdecode.benchmark.grid import bench
 
@@ -108,10 +108,9 @@ def latency(
     repetitions: Annotated[int, option("--repetitions", help="Timed batches.")] = 5,
     json: Json = False,
 ) -> None:
-    for name, value in (("batch-size", batch_size), ("input", prompt)):
-        if value < 1:
-            raise ValueError(f"--{name} {value} must be at least 1")
-    count = _repetitions(repetitions)
+    _at_least("batch-size", batch_size)
+    _at_least("input", prompt)
+    count = _at_least("repetitions", repetitions)
     report.check()
     from flexdecode.benchmark.latency import Task, bench
 
@@ -131,19 +130,15 @@ def engine(
     repetitions: Annotated[int, option("--repetitions", help="Timed rounds.")] = 3,
     json: Json = False,
 ) -> None:
-    for name, value, least in (
-        ("running", running, 1),
-        ("input", prompt, 1),
-        ("output", answer, 2),
-        ("known", known, 1),
-    ):
-        if value < least:
-            raise ValueError(f"--{name} {value} must be at least {least}")
+    _at_least("running", running)
+    _at_least("input", prompt)
+    _at_least("output", answer, 2)
+    _at_least("known", known)
     if report.plot is not None:
         raise ValueError(
             f"--plot {report.plot}: these rows compare works, and there is no context to draw them against"
         )
-    count = _repetitions(repetitions)
+    count = _at_least("repetitions", repetitions)
     report.check()
     from flexdecode.benchmark.engine import Load, bench
 
