@@ -8,7 +8,7 @@ times as long the other took. Engines are made for the benchmark, with the room 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pydoc_data.topics import topics
 
@@ -19,7 +19,7 @@ from flexdecode.benchmark.model import check_context, facts
 from flexdecode.benchmark.provenance import provenance
 from flexdecode.benchmark.rounds import Times, Work
 from flexdecode.benchmark.rows import FAILURES, Row, failure
-from flexdecode.benchmark.session import Session
+from flexdecode.benchmark.session import GREEDY, Session
 from flexdecode.config import EngineConfig
 from flexdecode.generation.engine import Engine
 from flexdecode.generation.ngram import PromptLookup
@@ -151,22 +151,18 @@ def _guessed(llm: LLM, load: Load, repetitions: int) -> Iterator[Row]:
         return
     copied = " ".join(topics["assert"].split()[:120])
     tasks = {
-        "copying": (f"Repeat this text word for word:\n\n{copied}", SamplingParams(temperature=0.0)),
+        "copying": (f"Repeat this text word for word:\n\n{copied}", GREEDY),
         "telling": ("Tell me a story about a lighthouse.", SamplingParams(temperature=1.0, seed=1)),
     }
     for name, (text, params) in tasks.items():
         prompt = render(llm.tokenizer, [{"role": "user", "content": text}])
-        own = replace(params, max_tokens=load.answer, ignore_eos=True).resolve({})
         context = len(prompt) + load.answer
         check_context(llm, context, f"--output {load.answer}")
         engines = {"work": _engine(llm, context, proposer=PromptLookup), "beside": _engine(llm, context)}
-        works = {key: Work(partial(_answer, engine, prompt, own)) for key, engine in engines.items()}
+        works = {key: Work(partial(_answer, engine, prompt, load.answer, params)) for key, engine in engines.items()}
         yield _compared(f"{name}, looked up", f"{name}, not looked up", rounds.run(works, repetitions))
 
 
-def _answer(engine: Engine, prompt: list[int], params: SamplingParams) -> None:
-    request = engine.add(prompt, params)
-    while request.finish_reason is None:
-        engine.step()
-    if request.error is not None:
-        raise request.error
+def _answer(engine: Engine, prompt: list[int], new_tokens: int, sampling: SamplingParams) -> None:
+    with Session(engine, prompt, new_tokens, sampling=sampling) as session:
+        session.until_ended()

@@ -1,7 +1,7 @@
 """Requests of random tokens on an engine, from their prompts to their last tokens. Knows no clock.
 
 Every session's tokens are other ones, so that an engine that keeps what it has computed of a prompt finds nothing to
-reuse. Requests are greedy and go on past any end.
+reuse. Requests are greedy unless told otherwise, and go on past any end.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -20,6 +21,7 @@ from flexdecode.models.attention import Step
 from flexdecode.models.decoder import Decoder
 
 _seeds = itertools.count()
+GREEDY = SamplingParams(temperature=0.0)
 
 
 class Session:
@@ -29,7 +31,14 @@ class Session:
     Raises ValueError where the engine's context or cache ends before, and where logits are not finite.
     """
 
-    def __init__(self, engine: Engine, prompt: int | Sequence[int], new_tokens: int, batch: int = 1) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        prompt: int | Sequence[int],
+        new_tokens: int,
+        batch: int = 1,
+        sampling: SamplingParams = GREEDY,
+    ) -> None:
         prompt_tokens = prompt if isinstance(prompt, int) else len(prompt)
         page, config = engine.cache.page, engine.config
         room = batch * -(-(prompt_tokens + new_tokens) // page) * page
@@ -39,7 +48,7 @@ class Session:
                 f"there is room for {config.kv_tokens} and for {config.max_running} sequences"
             )
         self._engine = engine
-        params = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=new_tokens).resolve({})
+        params = replace(sampling, ignore_eos=True, max_tokens=new_tokens).resolve({})
         if isinstance(prompt, int):
             generator = torch.Generator().manual_seed(next(_seeds))
             vocab = engine.model.config.vocab_size
