@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from flexdecode import LLM
-from flexdecode.benchmark import decode, grid, latency, model, prefill, step
+from flexdecode.benchmark import decode, engine, grid, latency, model, prefill, step
 from flexdecode.benchmark.model import Floor, facts
 from flexdecode.benchmark.rounds import Times
 from tests.checkpoints import tiny
@@ -63,6 +63,7 @@ def test_the_page_on_benchmarks_tells_of_every_column_and_of_no_other(tmp_path: 
         next(grid.bench(llm, "m", [1], [8], 1)),
         next(latency.bench(llm, "m", latency.Task(1, 8, 4), 1)),
         step.measure(llm, "m", 8, 1),
+        next(engine.bench(llm, "m", engine.Load(2, 8, 12, 70), 1)),
     ]
     columns = {re.sub(r"^times_.*", "times_X", ENDS.sub("ms", key)) for row in rows for key in row}
     told = set(re.findall(r"`([a-z][A-Za-z0-9_]*)`", PAGE.read_text()))
