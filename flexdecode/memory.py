@@ -6,6 +6,7 @@ Asks the operating system, and torch for CUDA's share; imports no torch. Knows n
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import re
 import resource
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 
 _STATUS, _FORGET = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 _MEMINFO, _CGROUP, _CGROUPS = Path("/proc/meminfo"), Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
+_M_MMAP_THRESHOLD = -3  # malloc.h
 _UNITS = {"": 1, "B": 1} | {f"{p}iB": 1024**i for i, p in enumerate("KMGT", 1)}
 _UNITS |= {f"{p}B": 1000**i for i, p in enumerate("KMGT", 1)}
 _FORMS = "bytes, or a number with KB, MB, GB, TB (powers of 1000), KiB, MiB, GiB, TiB (powers of 1024) or %"
@@ -129,6 +131,18 @@ def forget_peak(device: torch.device) -> None:
         return
     with contextlib.suppress(OSError):
         _FORGET.write_text("5")  # proc(5): the peak becomes what is held now
+
+
+def map_large_blocks() -> None:
+    """Have malloc give back what is freed, from 128 KiB on, for as long as this process lives.
+
+    glibc maps large blocks to begin with, but takes the size of each one freed as a hint that such blocks belong in its
+    heap, up to 32 MiB (mallopt(3), M_MMAP_THRESHOLD); the holes between them stay with the process, differently in
+    each run. Does nothing under another C library.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(_M_MMAP_THRESHOLD, 128 << 10)
 
 
 def _kilobytes(key: str) -> int | None:

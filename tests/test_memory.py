@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import gc
 import mmap
+import platform
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -38,6 +41,39 @@ def test_the_peak_is_no_less_than_what_is_held() -> None:
     before = memory.peak_resident_bytes()
     held = memory.resident_bytes()
     assert held is None or before >= held // 2  # counters are gathered per thread and may lag
+
+
+HOLES = """
+import ctypes, sys
+from flexdecode.memory import map_large_blocks, resident_bytes
+if sys.argv[1] == "mapped":
+    map_large_blocks()
+libc = ctypes.CDLL(None)
+libc.malloc.restype, libc.malloc.argtypes, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_size_t], [ctypes.c_void_p]
+
+def block(size):
+    address = libc.malloc(size)
+    ctypes.memset(address, 1, size)
+    return address
+
+libc.free(block(20 << 20))  # from here on glibc keeps blocks of up to 20 MiB in its heap
+before = resident_bytes()
+pairs = [(block(8 << 20), block(100 << 10)) for _ in range(10)]
+for large, _ in pairs:
+    libc.free(large)
+print(resident_bytes() - before)
+"""
+
+
+def test_large_blocks_leave_no_holes() -> None:
+    """Eighty megabytes, each eight with a small block behind it that stays."""
+    kept = {}
+    for how in ("mapped", "unmapped"):
+        told = subprocess.run([sys.executable, "-c", HOLES, how], capture_output=True, text=True, check=True)
+        kept[how] = int(told.stdout)
+    assert kept["mapped"] < 8 << 20, kept
+    if platform.libc_ver()[0] == "glibc":
+        assert kept["unmapped"] > 60 << 20
 
 
 def test_without_proc_the_peak_comes_from_getrusage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,8 +20,7 @@ from flexdecode.quantizer.modules import Module
 
 _FP32 = 4
 _SLAB_COPIES = 8 << 24  # of search: eight fp32 copies of a slab
-_SLACK = 1.25  # memory that is free again and that the allocator keeps
-_SHARED = 6 << 24  # runs of memory that weights of neighbouring layers share: free when all of them are
+_SLACK = 1.1  # blocks too small to be given back, and what libraries keep for themselves
 _CANDIDATES = 2 * (len(COARSE) + 2) + 1  # of the scale search, at most
 
 
@@ -64,7 +63,7 @@ def estimate(job: Job, tokens: int, longest: int) -> Estimate:
         source_bytes=sum(job.source.nbytes(name) for name in job.source.names()),
         hidden_bytes=hidden,
         block_bytes=max(_FP32 * _elements(job, i) for i in range(job.layers)),
-        peak_bytes=int(_SLACK * peak) + _SHARED,
+        peak_bytes=int(_SLACK * peak),
         operations=sum(_operations(job, i, tokens) for i in range(job.layers)),
         quantized=sum(m.quantized for m in job.modules),
         left=sum(not m.quantized for m in job.modules),

@@ -18,6 +18,7 @@ from flexdecode.checkpoints.open import open_source
 from flexdecode.checkpoints.save import copy_beside, write_json
 from flexdecode.families import resolve
 from flexdecode.families.rules import check, rules
+from flexdecode.memory import map_large_blocks
 from flexdecode.models.layer import Layer
 from flexdecode.models.load import WeightLoader
 from flexdecode.quantization.statistics import Inputs
@@ -50,6 +51,7 @@ def quantize(
     """
     assert (job.options.method == "awq") == (samples is not None)
     device = device or torch.device("cpu")
+    map_large_blocks()  # else each layer leaves holes behind, and memory grows
     folder = Folder(out, plan(job, samples), job.layers + 2, resume=resume)
     with torch.inference_mode():
         _Walk(job, folder, samples, device, progress).run()

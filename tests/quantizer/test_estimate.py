@@ -111,5 +111,5 @@ def test_memory_does_not_grow_with_layers() -> None:
 def test_memory_is_what_was_said(model: str, options: dict[str, Any], tokens: int, tmp_path: Path) -> None:
     """And a later layer takes no more than an earlier one."""
     said, took = measured(f"random:{model}", tmp_path / "out", tokens, 8, **options)
-    assert took[-1] <= said < 2 * took[-1]
-    assert took[-1] <= 1.5 * took[2]  # if each layer stayed, it would be twice as much
+    assert took[-1] <= said < 1.5 * took[-1]
+    assert took[-1] <= 1.1 * took[2]
