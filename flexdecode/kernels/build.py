@@ -176,12 +176,15 @@ def _key(commands: dict[str, list[str]]) -> str:
 
 
 def _run(commands: list[list[str]]) -> None:
-    """Run all at once. Raises with the first lines of what the compiler said."""
+    """Run all at once. Raises with the first lines of what the compiler said, without waiting for the rest."""
     running = [
         subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) for command in commands
     ]
-    outputs = [process.communicate()[0] for process in running]
-    for process, output in zip(running, outputs, strict=True):
+    for process in running:
+        output = process.communicate()[0]
         if process.returncode:
+            for other in running:
+                other.kill()
+                other.wait()
             said = " | ".join(line for line in output.splitlines() if "error" in line)[:500] or output[:500]
             raise KernelsUnavailableError(f"compiling the CPU kernels failed: {said}")
