@@ -7,6 +7,7 @@
 #pragma once
 
 #include "ahead.h"
+#include "amx.h"
 #include "attend.h"
 #include "dot_bf16.h"
 #include "turn.h"
@@ -21,23 +22,15 @@ namespace FLEX_ISA {
 constexpr int64_t kTileRows = 16, kTileDeep = 32;  // a tile: rows, and bf16 values of each
 constexpr int64_t kTileKeys = 32;                  // that go by at once: two tiles of keys, one of values
 
-// Shapes of the tile registers, this thread's until they go out of scope: 0 to 5 whole tiles; 6 and 7 keys and queries where
-// head_dim leaves `tail` values, an even number, for the last product.
-class Tiles {
- public:
-  explicit Tiles(int64_t head_dim) {
-    alignas(64) uint8_t shapes[64] = {1};  // palette 1; bytes of a row from 16 on, 2 bytes each; rows from 48 on
-    const auto shape = [&](int tile, int64_t rows, int64_t bytes) { shapes[16 + 2 * tile] = bytes, shapes[48 + tile] = rows; };
-    for (int tile = 0; tile < 6; ++tile) shape(tile, kTileRows, 64);
-    if (const int64_t tail = head_dim % kTileDeep) shape(6, kTileRows, 2 * tail), shape(7, tail / 2, 64);
-    _tile_loadconfig(shapes);
-  }
-  ~Tiles() { _tile_release(); }
-  Tiles(const Tiles&) = delete;
-};
+// Registers 0 to 5 are whole tiles; 6 and 7 keys and queries where head_dim leaves some values, an even number, for the last
+// product.
+class Tiles : TileRegisters {
+  static constexpr Shape whole = {kTileRows, 64};
 
-// Compilers do not know that a tile reads memory.
-FLEX_INLINE void written() { asm volatile("" ::: "memory"); }
+ public:
+  explicit Tiles(int64_t head_dim)
+      : TileRegisters({whole, whole, whole, whole, whole, whole, {kTileRows, 2 * (head_dim % kTileDeep)}, {head_dim % kTileDeep / 2, 64}}) {}
+};
 
 // Queries of up to sixteen rows as right-hand tiles: [dim / 32][pair of values][row][2], zeros where there is none.
 inline void lay_tiles(const bf16* const* rows, int64_t count, int64_t dim, int64_t padded, bf16* out) {

@@ -14,7 +14,10 @@
 namespace flex {
 
 constexpr int TILE = 32;       // rows of a tile
-constexpr int MOST_ROWS = 8;   // rows of activations that one pass over a tile serves
+constexpr int MOST_ROWS = 8;   // rows of activations that one pass over a tile serves,
+constexpr int TALL_ROWS = 32;  // and where tile registers multiply, whose blocks of rows are of
+constexpr int TALL_BLOCK = 16;
+constexpr int64_t COLUMNS = 32;  // of activations that are laid out in one piece, where a matrix has no groups
 
 enum class Float { fp32, bf16, fp16 };
 
@@ -49,7 +52,8 @@ struct Rows {
 };
 
 // The same as the kernels read them: x[column][row] in fp32, or x[pair of columns][row] in bf16, with `padded` rows (see
-// padded_rows), columns filled up as the matrix's are; sums[group][row], the sums of the activations.
+// padded_rows), columns filled up as the matrix's are; sums[group][row], the sums of the activations. More than MOST_ROWS
+// padded rows are for tile registers: bf16 x[32 columns][row][column].
 struct Prepared {
   float* x;
   float* sums;
@@ -81,6 +85,9 @@ struct LinearKernels {
   const PointKernels* point;
   // Up to how many rows of activations these kernels are quicker than turning the matrix to floats for torch.
   int64_t (*few_rows)(Float);
+  // Rows of activations for one pass over the matrix: MOST_ROWS or TALL_ROWS.
+  int64_t (*pass4)(const Int4Matrix&, const Rows&);
+  int64_t (*pass8)(const Int8Matrix&, const Rows&);
   void (*prepare4)(const Int4Matrix&, const Rows&, const Prepared&, int64_t first_group, int64_t last_group);
   void (*prepare8)(const Int8Matrix&, const Rows&, const Prepared&, int64_t first_column, int64_t last_column);
   // Computes the outputs of tiles [first, last).
@@ -93,7 +100,10 @@ struct LinearKernels {
   void (*dequantize8)(const Int8Matrix&, int64_t first, int64_t last, void* out, int64_t stride, Float type);
 };
 
-// The numbers of rows for which kernels are compiled.
-inline int padded_rows(int64_t rows) { return rows <= 4 ? static_cast<int>(rows) : rows <= 6 ? 6 : MOST_ROWS; }
+// The numbers of rows for which kernels are compiled, of at most `pass`.
+inline int padded_rows(int64_t rows, int64_t pass) {
+  if (pass > MOST_ROWS) return static_cast<int>((rows + TALL_BLOCK - 1) / TALL_BLOCK * TALL_BLOCK);
+  return rows <= 4 ? static_cast<int>(rows) : rows <= 6 ? 6 : MOST_ROWS;
+}
 
 }  // namespace flex

@@ -20,6 +20,7 @@
 namespace {
 
 using at::Tensor;
+using flex::COLUMNS;
 using flex::Float;
 using flex::Int4Matrix;
 using flex::Int8Matrix;
@@ -30,7 +31,8 @@ using flex::Prepared;
 using flex::Rows;
 using flex::TILE;
 
-constexpr int64_t BLOCK = 256;           // rows of activations laid out at a time
+// Rows of activations laid out at a time, in tile registers as many as about half of a second-level cache holds.
+constexpr int64_t BLOCK = 256, TALL_BYTES = int64_t{1} << 20;
 constexpr int64_t SLAB = 512;           // rows of a matrix turned to floats at a time
 constexpr int64_t THREAD_BYTES = 16384;  // what is worth waking a thread for
 constexpr int64_t PREPARE_ELEMENTS = 16384;  // the same, of activations laid out
@@ -84,23 +86,24 @@ Tensor finished(const Tensor& y, const std::optional<Tensor>& bias, std::optiona
   return type ? y.to(*type) : y;
 }
 
-// Rows in passes of about equal size, at most MOST_ROWS: `prepare(rows, prepared)` lays out each pass, `run(prepared, out, first,
+// Rows in passes of about equal size, at most `most`: `prepare(rows, prepared)` lays out each pass, `run(prepared, out, first,
 // last)` computes tiles. A tile meets all passes of a block while it is in a cache.
 template <class Prepare, class Run>
-void in_passes(const Tensor& x, const Tensor& y, const std::optional<Tensor>& bias, bool alike, int64_t columns, int64_t groups, int64_t tiles, int64_t tile_bytes, const Prepare& prepare,
-               const Run& run) {
+void in_passes(const Tensor& x, const Tensor& y, const std::optional<Tensor>& bias, bool alike, int64_t most, int64_t columns, int64_t groups, int64_t tiles, int64_t tile_bytes,
+               const Prepare& prepare, const Run& run) {
   const int64_t rows = x.size(0), width = columns + groups;
-  const Tensor scratch = at::empty({(std::min(rows, BLOCK) / MOST_ROWS + 1) * MOST_ROWS * width}, at::kFloat);
-  for (int64_t from = 0; from < rows; from += BLOCK) {
-    const int64_t block = std::min(BLOCK, rows - from), passes = (block + MOST_ROWS - 1) / MOST_ROWS;
+  const int64_t fit = most > MOST_ROWS ? std::max<int64_t>(2, std::min(BLOCK, TALL_BYTES / (2 * columns)) / most) * most : BLOCK;
+  const Tensor scratch = at::empty({(std::min(rows, fit) + most - 1) / most * flex::padded_rows(std::min(rows, most), most) * width}, at::kFloat);
+  for (int64_t from = 0; from < rows; from += fit) {
+    const int64_t block = std::min(fit, rows - from), passes = (block + most - 1) / most;
     float* floats = scratch.mutable_data_ptr<float>();
     std::vector<Prepared> prepared;
     std::vector<Out> outs;
     for (int64_t pass = 0; pass < passes; ++pass) {
       const int64_t first = from + block * pass / passes, count = from + block * (pass + 1) / passes - first;
-      const int padded = flex::padded_rows(count);
+      const int padded = flex::padded_rows(count, most);
       prepared.push_back({floats, floats + columns * padded, padded, alike});
-      floats += MOST_ROWS * width;
+      floats += padded * width;
       prepare(rows_of(x, first, count, alike), prepared.back());
       outs.push_back(out_of(y, bias, first, count));
     }
@@ -148,7 +151,8 @@ Tensor linear_int4(const Tensor& x_, const Tensor& codes, const Tensor& scales, 
                        [&](int64_t first, int64_t last) { kernel.prepare4(w, rows, to, first, last); });
     };
     const auto run = [&](const Prepared& in, const Out& out, int64_t first, int64_t last) { kernel.int4(w, in, type, out, first, last); };
-    in_passes(x, y, bias, alike, 8 * w.words * w.groups, w.groups, tiles, tile_bytes, prepare, run);
+    const int64_t most = kernel.pass4(w, rows_of(x, 0, x.size(0), alike));
+    in_passes(x, y, bias, alike, most, 8 * w.words * w.groups, w.groups, tiles, tile_bytes, prepare, run);
     return y;
   }
   const Tensor y = results(x, n, std::nullopt);
@@ -171,11 +175,12 @@ Tensor linear_int8(const Tensor& x_, const Tensor& codes, const Tensor& scales, 
   if (alike || x.size(0) <= kernel.few_rows(type)) {
     const Tensor y = results(x, n, out_type);
     const auto prepare = [&](const Rows& rows, const Prepared& to) {
-      at::parallel_for(0, (w.k + 1) / 2, PREPARE_ELEMENTS / rows.count,
-                       [&](int64_t first, int64_t last) { kernel.prepare8(w, rows, to, 2 * first, std::min(2 * last, w.k)); });
+      at::parallel_for(0, (w.k + COLUMNS - 1) / COLUMNS, std::max<int64_t>(1, PREPARE_ELEMENTS / COLUMNS / rows.count),
+                       [&](int64_t first, int64_t last) { kernel.prepare8(w, rows, to, first * COLUMNS, std::min(last * COLUMNS, w.k)); });
     };
     const auto run = [&](const Prepared& in, const Out& out, int64_t first, int64_t last) { kernel.int8(w, in, type, out, first, last); };
-    in_passes(x, y, bias, alike, (w.k + 1) / 2 * 2, 0, codes.size(0), w.k * TILE, prepare, run);
+    const int64_t most = kernel.pass8(w, rows_of(x, 0, x.size(0), alike));
+    in_passes(x, y, bias, alike, most, (w.k + 1) / 2 * 2, 0, codes.size(0), w.k * TILE, prepare, run);
     return y;
   }
   const Tensor y = results(x, n, std::nullopt);

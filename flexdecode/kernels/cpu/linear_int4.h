@@ -87,14 +87,16 @@ FLEX_INLINE void tile_floats(const Int4Matrix& w, int64_t tile, int first, const
 }
 
 #if defined(__AVX512BF16__) && !defined(FLEX_PORTABLE)
-// A tile by bf16 dot products: two columns of sixteen rows at a time. The permutation looks at five bits of an index, of
-// which the table ignores the fifth: it belongs to another column.
+// Codes less 8 in bf16. The permutation looks at five bits of an index, of which the table ignores the fifth: it belongs to
+// another column.
+alignas(64) constexpr uint16_t CODES[32] = {
+    0xc100, 0xc0e0, 0xc0c0, 0xc0a0, 0xc080, 0xc040, 0xc000, 0xbf80, 0, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0,
+    0xc100, 0xc0e0, 0xc0c0, 0xc0a0, 0xc080, 0xc040, 0xc000, 0xbf80, 0, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0};
+
+// A tile by bf16 dot products: two columns of sixteen rows at a time.
 template <int M, int C>
 FLEX_INLINE void tile_pairs(const Int4Matrix& w, int64_t tile, const Prepared& in, float (*totals)[TILE]) {
-  alignas(64) static constexpr uint16_t values[32] = {
-      0xc100, 0xc0e0, 0xc0c0, 0xc0a0, 0xc080, 0xc040, 0xc000, 0xbf80, 0, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0,
-      0xc100, 0xc0e0, 0xc0c0, 0xc0a0, 0xc080, 0xc040, 0xc000, 0xbf80, 0, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0};
-  const __m512i table = _mm512_load_si512(values);
+  const __m512i table = _mm512_load_si512(CODES);
   const uint32_t* codes = w.codes + tile * w.groups * w.words * TILE;
   const uint32_t* x = reinterpret_cast<const uint32_t*>(in.x);
   for (int64_t g = 0; g < w.groups; ++g) {

@@ -17,8 +17,15 @@ constexpr bool PAIRS = true;  // bf16 activations are multiplied in pairs, as th
 constexpr bool PAIRS = false;
 #endif
 
-// Measured. In fp32 sixteen lanes are quicker than torch at any number of rows.
+#if defined(__AMX_BF16__)
+constexpr bool TALL = true;  // and in tile registers, where there are enough of them
+#else
+constexpr bool TALL = false;
+#endif
+
+// Measured. In fp32 sixteen lanes are quicker than torch at any number of rows, and so are tile registers.
 inline int64_t few_rows(Float type) {
+  if (TALL && type == Float::bf16) return INT64_MAX;
   if (PAIRS && type == Float::bf16) return 192;
   return W == 16 ? INT64_MAX : W == 8 ? 32 : 16;
 }
@@ -140,15 +147,21 @@ void lay_out(const Rows& in, const Prepared& to, int64_t first, int64_t count, i
     transpose(x, in.stride, in.count, count, filled, to.padded, to.x + at * to.padded);
 }
 
+// What groups [first, last) of each row add up to.
+template <class T>
+void sum_groups(const Int4Matrix& w, const T* x, const Rows& in, const Prepared& to, int64_t first, int64_t last) {
+  const int64_t group = w.k / w.groups;
+  for (int64_t g = first; g < last; ++g)
+    for (int m = 0; m < to.padded; ++m) to.sums[g * to.padded + m] = m < in.count ? sum_of(x + m * in.stride + g * group, group) : 0.0f;
+}
+
 template <class T>
 void prepare4_as(const Int4Matrix& w, const Rows& in, const Prepared& to, int64_t first, int64_t last) {
   const int64_t group = w.k / w.groups, filled = 8 * w.words;
   for (int64_t g = first; g < last; ++g) {
     lay_out<T>(in, to, g * group, group, g * filled, filled);
-    if (w.offset_type == Offsets::none) continue;
-    const T* x = static_cast<const T*>(in.x) + g * group;
-    for (int m = 0; m < to.padded; ++m) to.sums[g * to.padded + m] = m < in.count ? sum_of(x + m * in.stride, group) : 0.0f;
   }
+  if (w.offset_type != Offsets::none) sum_groups(w, static_cast<const T*>(in.x), in, to, first, last);
 }
 
 inline void prepare4(const Int4Matrix& w, const Rows& in, const Prepared& to, int64_t first, int64_t last) {

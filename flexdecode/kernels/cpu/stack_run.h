@@ -43,6 +43,12 @@ class StackRun {
     int64_t state, scratch;  // floats
   };
 
+  // How often a part of a matrix is gone over, for rows of about equal number.
+  struct Passes {
+    int64_t count, most;
+    int64_t row(int64_t pass, int64_t tokens) const { return tokens * pass / count; }
+  };
+
   struct Member {
     Team& team;
     int64_t rank;
@@ -62,7 +68,8 @@ class StackRun {
 
   void wait(Member& m, Phase phase);
   const char* normed(Member& m, const Norm& norm);
-  Prepared prepared(const Member& m, const Part& part, int64_t pass, int64_t count) const;
+  Passes passes(const Part& part) const;
+  Prepared prepared(const Member& m, const Part& part, const Passes& passes, int64_t pass, int64_t count) const;
   void prepare(Member& m, const Part& part, const char* x, int64_t stride);
   void tiles(const Member& m, const Part& part, const char* x, int64_t stride, const Out& out, int64_t first, int64_t last);
   void product(Member& m, const Matrix& w, const char* x, int64_t stride, const Out& out);
@@ -76,7 +83,6 @@ class StackRun {
   const LinearKernels& linear_;
   const PointKernels& point_;
   const Kernels& kernels_;
-  const int64_t passes_;
   std::vector<Shape> shapes_;
   std::unique_ptr<std::atomic<size_t>[]> next_;  // piece of each block
   int64_t bytes_ = 0, normed_ = 0, y_ = 0, qkv_ = 0, o_ = 0, gate_up_ = 0, active_ = 0, prepared_ = 0, states_ = 0, pieces_ = 0;
@@ -84,8 +90,7 @@ class StackRun {
 };
 
 inline StackRun::StackRun(const StackCall& call, const LinearKernels& linear, const Kernels& kernels, int64_t threads)
-    : call_(call), linear_(linear), point_(*linear.point), kernels_(kernels), passes_((call.tokens + MOST_ROWS - 1) / MOST_ROWS),
-      next_(new std::atomic<size_t>[call.count]) {
+    : call_(call), linear_(linear), point_(*linear.point), kernels_(kernels), next_(new std::atomic<size_t>[call.count]) {
   int64_t qkv = 0, o = 0, inner = 0, states = 0;
   for (int64_t i = 0; i < call.count; ++i) {
     const Block& b = call.blocks[i];
@@ -119,7 +124,7 @@ inline StackRun::StackRun(const StackCall& call, const LinearKernels& linear, co
   gate_up_ = at(bytes_, 2 * inner * each);
   active_ = at(bytes_, inner * each);
   floats_ = (floats_ + 15) / 16 * 16;
-  prepared_ = at(bytes_, (alone() ? threads : passes_ * MOST_ROWS) * floats_ * 4);
+  prepared_ = at(bytes_, (alone() ? threads * TALL_BLOCK : (call.tokens + TALL_ROWS - 1) / TALL_ROWS * TALL_ROWS) * floats_ * 4);
   states_ = at(bytes_, states * 4);
   pieces_ = at(bytes_, threads * piece_floats_ * 4);
 }
@@ -177,23 +182,30 @@ inline const char* StackRun::normed(Member& m, const Norm& norm) {
   return out;
 }
 
-inline Prepared StackRun::prepared(const Member& m, const Part& part, int64_t pass, int64_t count) const {
-  const int padded = padded_rows(count);
-  float* floats = reinterpret_cast<float*>(m.scratch + prepared_) + (alone() ? m.rank : pass * MOST_ROWS) * floats_;
+inline StackRun::Passes StackRun::passes(const Part& part) const {
+  const Rows rows{nullptr, 0, call_.type, call_.tokens, call_.alike};
+  const int64_t most = part.kind == Part::int4 ? linear_.pass4(part.q4, rows) : linear_.pass8(part.q8, rows);
+  return {(call_.tokens + most - 1) / most, most};
+}
+
+inline Prepared StackRun::prepared(const Member& m, const Part& part, const Passes& passes, int64_t pass, int64_t count) const {
+  const int padded = padded_rows(count, passes.most);
+  float* floats = reinterpret_cast<float*>(m.scratch + prepared_) + (alone() ? m.rank * TALL_BLOCK : pass * passes.most) * floats_;
   return {floats, floats + part.columns() * padded, padded, call_.alike};
 }
 
 inline void StackRun::prepare(Member& m, const Part& part, const char* x, int64_t stride) {
   if (part.kind == Part::dense) return;
-  const int64_t units = part.kind == Part::int4 ? part.q4.groups : (part.q8.k + 1) / 2;
-  for (int64_t pass = 0; pass < passes_; ++pass) {
-    const int64_t from = call_.tokens * pass / passes_, count = call_.tokens * (pass + 1) / passes_ - from;
+  const int64_t units = part.kind == Part::int4 ? part.q4.groups : (part.q8.k + COLUMNS - 1) / COLUMNS;
+  const Passes passes = this->passes(part);
+  for (int64_t pass = 0; pass < passes.count; ++pass) {
+    const int64_t from = passes.row(pass, call_.tokens), count = passes.row(pass + 1, call_.tokens) - from;
     const Rows rows{x + from * stride * element(), stride, call_.type, count, call_.alike};
-    const Prepared into = prepared(m, part, pass, count);
+    const Prepared into = prepared(m, part, passes, pass, count);
     int64_t first = 0, last = units;
     if (!alone()) m.team.share(m.rank, units, first, last);
     if (part.kind == Part::int4) linear_.prepare4(part.q4, rows, into, first, last);
-    else linear_.prepare8(part.q8, rows, into, 2 * first, std::min(2 * last, part.q8.k));
+    else linear_.prepare8(part.q8, rows, into, first * COLUMNS, std::min(last * COLUMNS, part.q8.k));
   }
   if (!alone()) wait(m, Phase::norm);
 }
@@ -204,18 +216,19 @@ inline void StackRun::tiles(const Member& m, const Part& part, const char* x, in
   out.y = static_cast<char*>(whole.y) + part.row * element();
   if (whole.bias) out.bias = whole.bias + part.row;
   if (part.kind == Part::dense) return linear_.dense(part.floats, {x, stride, call_.type, call_.tokens, call_.alike}, out, first, last);
+  const Passes passes = this->passes(part);
   const auto pass_of = [&](int64_t pass, int64_t from, int64_t until) {
-    const int64_t row = call_.tokens * pass / passes_;
+    const int64_t row = passes.row(pass, call_.tokens);
     Out own = out;
-    own.rows = call_.tokens * (pass + 1) / passes_ - row;
+    own.rows = passes.row(pass + 1, call_.tokens) - row;
     own.y = static_cast<char*>(out.y) + row * out.stride * element();
-    const Prepared in = prepared(m, part, pass, own.rows);
+    const Prepared in = prepared(m, part, passes, pass, own.rows);
     if (part.kind == Part::int4) linear_.int4(part.q4, in, call_.type, own, from, until);
     else linear_.int8(part.q8, in, call_.type, own, from, until);
   };
-  if (passes_ == 1) return pass_of(0, first, last);
+  if (passes.count == 1) return pass_of(0, first, last);
   for (int64_t tile = first; tile < last; ++tile)
-    for (int64_t pass = 0; pass < passes_; ++pass) pass_of(pass, tile, tile + 1);
+    for (int64_t pass = 0; pass < passes.count; ++pass) pass_of(pass, tile, tile + 1);
 }
 
 inline void StackRun::product(Member& m, const Matrix& w, const char* x, int64_t stride, const Out& out) {
