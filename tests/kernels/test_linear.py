@@ -20,7 +20,7 @@ from tests.kernels.integers import ROUNDOFF, Int4, activations, exact, int4, pla
 CPU = torch.device("cpu")
 ISAS = ops.isas()
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-ROWS = (1, 2, 3, 4, 5, 8, 16, 17, 64, 300)
+ROWS = (1, 2, 3, 4, 5, 8, 16, 17, 32, 33, 64, 300)
 INT4 = pairwise(
     m=ROWS,
     n=(1, 8, 24, 64, 1000),
