@@ -105,8 +105,8 @@ def linear_int4(
     x_MK: Tensor, w: Int4Tiles, bias_N: Tensor | None = None, out: torch.dtype | None = None, alike: bool = False
 ) -> Tensor:
     """x @ w.T + bias (fp32), in `out` or x's dtype; exact but for sums in fp32. Where bf16 rows are so many that
-    torch's product is quicker (from 193 on, and from 17 or 33 on without AVX-512), weights are rounded to bf16 first,
-    and the result before the bias. `alike`: a row's bits do not depend on how many there are."""
+    torch's product is quicker (never with AMX, else from 193 on, and from 17 or 33 on without AVX-512), weights are
+    rounded to bf16 first, and the result before the bias. `alike`: a row's bits do not depend on how many there are."""
     y_MN: Tensor = torch.ops.flexdecode.linear_int4(x_MK, w.codes, w.scales, w.offsets, bias_N, w.n, w.k, out, alike)
     return y_MN
 

@@ -70,8 +70,8 @@ FLEX_INLINE void tile_floats(const Int4Matrix& w, int64_t tile, int first, const
     for (int64_t j = 0; j < w.words; ++j, codes += TILE, x += 8 * M) {
       vu words[V];
       for (int v = 0; v < V; ++v) words[v] = load_words(codes + v * W);
-      ask(codes + LEAD / 4);
-      ask(codes + LEAD / 4 + 16);
+      ask_ahead(codes);
+      ask_ahead(codes + 16);
 #pragma GCC unroll 8
       for (int c = 0; c < 8; ++c)
         for (int v = 0; v < V; ++v) {
@@ -105,8 +105,8 @@ FLEX_INLINE void tile_pairs(const Int4Matrix& w, int64_t tile, const Prepared& i
 #pragma GCC unroll 4
     for (int64_t j = 0; j < w.words; ++j, codes += TILE, x += 4 * M) {
       const __m512i low = _mm512_loadu_si512(codes), high = _mm512_loadu_si512(codes + 16);
-      ask(codes + LEAD / 4);
-      ask(codes + LEAD / 4 + 16);
+      ask_ahead(codes);
+      ask_ahead(codes + 16);
 #pragma GCC unroll 4
       for (int s = 0; s < 4; ++s) {
         const __m512bh a = (__m512bh)_mm512_permutexvar_epi16(_mm512_srli_epi16(low, 4 * s), table);
@@ -161,8 +161,8 @@ void dequantize4_as(const Int4Matrix& w, int64_t first, int64_t last, T* out, in
       }
       T* row = out + g * group * stride;
       for (int64_t j = 0; j < w.words; ++j, codes += TILE) {
-        ask(codes + LEAD / 4);
-        ask(codes + LEAD / 4 + 16);
+        ask_ahead(codes);
+        ask_ahead(codes + 16);
         const int64_t columns = std::min<int64_t>(8, group - 8 * j);
         for (int64_t c = 0; c < columns; ++c, row += stride)
           for (int v = 0; v < VECTORS; ++v)

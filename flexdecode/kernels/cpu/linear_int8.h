@@ -16,8 +16,8 @@ FLEX_INLINE void tile_int8(const Int8Matrix& w, int64_t tile, int first, const f
   vf acc[C][V][M] = {};
   int64_t k = 0;
   for (; k + 4 <= w.k; k += 4, codes += 4 * TILE, x += 4 * M) {
-    ask(codes + LEAD);
-    ask(codes + LEAD + 64);
+    ask_ahead(codes);
+    ask_ahead(codes + 64);
 #pragma GCC unroll 4
     for (int c = 0; c < 4; ++c)
       for (int v = 0; v < V; ++v) {
@@ -54,7 +54,7 @@ FLEX_INLINE void tile_int8_pairs(const Int8Matrix& w, int64_t tile, const uint32
 #pragma GCC unroll 4
     for (int s = 0; s < 4; ++s) {
       const int8_t* even = codes + 2 * s * TILE;
-      ask(even + LEAD);
+      ask_ahead(even);
       const __m512bh a = pairs_of(even, even + TILE), b = pairs_of(even + 16, even + TILE + 16);
 #pragma GCC unroll 8
       for (int m = 0; m < M; ++m) {
@@ -106,7 +106,7 @@ void dequantize8_as(const Int8Matrix& w, int64_t first, int64_t last, T* out, in
   for (int64_t tile = first; tile < last; ++tile, out += TILE) {
     const int8_t* codes = w.codes + tile * w.k * TILE;
     for (int64_t k = 0; k < w.k; ++k, codes += TILE) {
-      ask(codes + LEAD);
+      ask_ahead(codes);
       for (int v = 0; v < VECTORS; ++v) put(out + k * stride + v * W, load(codes + v * W));
     }
   }

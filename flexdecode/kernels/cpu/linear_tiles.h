@@ -39,8 +39,8 @@ FLEX_INLINE void lay_step(const uint32_t* codes, uint32_t* pairs) {
 #pragma GCC unroll 4
   for (int j = 0; j < 4; ++j, codes += TILE) {
     const __m512i low = _mm512_loadu_si512(codes), high = _mm512_loadu_si512(codes + 16);
-    ask(codes + LEAD / 4);
-    ask(codes + LEAD / 4 + 16);
+    ask_ahead(codes);
+    ask_ahead(codes + 16);
 #pragma GCC unroll 4
     for (int s = 0; s < 4; ++s) {
       uint32_t* to = pairs + (4 * j + s) * kTall;
@@ -54,7 +54,7 @@ FLEX_INLINE void lay_step(const uint32_t* codes, uint32_t* pairs) {
 FLEX_INLINE void lay_step(const int8_t* codes, uint32_t* pairs) {
 #pragma GCC unroll 16
   for (int p = 0; p < kTall; ++p, codes += 2 * TILE) {
-    ask(codes + LEAD);
+    ask_ahead(codes);
     _mm512_store_si512(pairs + p * kTall, (__m512i)pairs_of(codes, codes + TILE));
     _mm512_store_si512(pairs + kHalf + p * kTall, (__m512i)pairs_of(codes + 16, codes + TILE + 16));
   }
@@ -129,30 +129,40 @@ struct Turned {
   }
 };
 
-// A group's sums to the totals of `rows` rows.
-FLEX_INLINE void add_sums(const Int4Matrix& w, int64_t group, int64_t first_sum, const Prepared& in, int64_t rows, const float (*sums)[TILE], float (*totals)[TILE]) {
-  const vf s0 = scale_at(w, group, 0), s1 = scale_at(w, group, 1);
-  if (w.offset_type == Offsets::none) {
-    for (int64_t m = 0; m < rows; ++m) {
-      store(totals[m], load(totals[m]) + s0 * load(sums[m]));
-      store(totals[m] + W, load(totals[m] + W) + s1 * load(sums[m] + W));
+// The sums of G groups to the totals of `rows` rows, one after the other.
+template <int G, int R>
+FLEX_INLINE void add_sums(const Int4Matrix& w, int64_t tile, int64_t group, const Prepared& in, int64_t rows, const float (*sums)[R][TILE], float (*totals)[TILE]) {
+  const bool offsets = w.offset_type != Offsets::none;
+  for (int v = 0; v < 2; ++v) {
+    vf scale[G], offset[G];
+    for (int g = 0; g < G; ++g) {
+      scale[g] = scale_at(w, tile * w.groups + group + g, v);
+      if (offsets) offset[g] = offset_at(w, tile * w.groups + group + g, v);
     }
-    return;
-  }
-  const vf o0 = offset_at(w, group, 0), o1 = offset_at(w, group, 1);
-  const float* of_x = in.sums + first_sum;
-  for (int64_t m = 0; m < rows; ++m) {
-    store(totals[m], load(totals[m]) + s0 * (load(sums[m]) + o0 * of_x[m]));
-    store(totals[m] + W, load(totals[m] + W) + s1 * (load(sums[m] + W) + o1 * of_x[m]));
+    const float* of_x = in.sums + group * in.padded;
+    const auto add = [&](auto with_offsets) {
+      for (int64_t m = 0; m < rows; ++m) {
+        vf total = load(totals[m] + v * W);
+#pragma GCC unroll 4
+        for (int g = 0; g < G; ++g) {
+          vf sum = load(sums[g][m] + v * W);
+          if constexpr (with_offsets()) sum += offset[g] * of_x[g * in.padded + m];
+          total += scale[g] * sum;
+        }
+        store(totals[m] + v * W, total);
+      }
+    };
+    offsets ? add(std::true_type{}) : add(std::false_type{});
   }
 }
 
 template <int B>
 void int4_tiles(const Int4Matrix& w, const Prepared& in, const Out& out, int64_t first, int64_t last) {
+  constexpr int64_t kept = 4;  // groups whose sums are added to the totals in one go
   const int64_t rows = out.rows, steps = 8 * w.words / kStep, tile_words = w.groups * w.words * TILE;
   const ProductTiles tiles(B, rows - (B - 1) * kTall);
   Turned<uint32_t> turned(w.codes + first * tile_words, w.codes + last * tile_words, kStepWords);
-  alignas(64) float sums[2][B * kTall][TILE], totals[B * kTall][TILE];
+  alignas(64) float sums[kept][B * kTall][TILE], totals[B * kTall][TILE];
   for (int64_t tile = first; tile < last; ++tile) {
     std::memset(totals, 0, sizeof totals);
     const bf16* x = reinterpret_cast<const bf16*>(in.x);
@@ -160,14 +170,13 @@ void int4_tiles(const Int4Matrix& w, const Prepared& in, const Out& out, int64_t
       ask_group(w, tile * w.groups + g);
       clear<B, turn()>();
       for (int64_t i = 0; i < steps; ++i, x += B * kTall * kStep) multiply<B, turn()>(x, turned.next());
-      keep_sums<B, turn()>(sums[turn()]);
-      // Those of the group before have had time to come out of the tile registers.
-      if (g) add_sums(w, tile * w.groups + g - 1, (g - 1) * in.padded, in, rows, sums[1 - turn()], totals);
+      if (g && g % kept == 0) add_sums<kept>(w, tile, g - kept, in, rows, sums, totals);
+      keep_sums<B, turn()>(sums[g % kept]);
     };
     int64_t g = 0;
     for (; g + 1 < w.groups; g += 2) group(g, std::integral_constant<int, 0>{}), group(g + 1, std::integral_constant<int, 1>{});
     if (g < w.groups) group(g, std::integral_constant<int, 0>{});
-    add_sums(w, tile * w.groups + w.groups - 1, (w.groups - 1) * in.padded, in, rows, sums[(w.groups - 1) % 2], totals);
+    for (g = (w.groups - 1) / kept * kept; g < w.groups; ++g) add_sums<1>(w, tile, g, in, rows, sums + g % kept, totals);
     put_tile(totals, out, tile, w.n);
   }
 }
