@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from pydoc_data.topics import topics
 
 import torch
 
@@ -31,6 +30,14 @@ from flexdecode.text.chat_template import render
 
 _QUESTION = 16  # tokens that follow a known prompt
 _STEPS = 16  # of decoding that are timed together
+# Prose, for a small model asked to copy lists and signs comes to repeat a single one of them.
+_COPIED = """\
+The lighthouse stands at the end of the pier. It was built in 1872 by the harbour company, and its lamp can \
+be seen from thirty miles away. In winter the keeper climbs the stairs twice a night, because the oil \
+thickens in the cold. Fishermen say that the light has never failed, not even in the great storm of 1911, \
+when the sea carried away half of the pier and three boats were lost. Since then a bell has hung beside the \
+door, and the keeper's children ring it on the first day of every spring. Nobody remembers who began the \
+custom, but the whole town comes to listen, and afterwards there is soup."""
 
 
 @dataclass(frozen=True)
@@ -149,9 +156,8 @@ def _guessed(llm: LLM, load: Load, repetitions: int) -> Iterator[Row]:
     tokenizer."""
     if llm.tokenizer is None:
         return
-    copied = " ".join(topics["assert"].split()[:120])
     tasks = {
-        "copying": (f"Repeat this text word for word:\n\n{copied}", GREEDY),
+        "copying": (f"Repeat this text word for word:\n\n{_COPIED}", GREEDY),
         "telling": ("Tell me a story about a lighthouse.", SamplingParams(temperature=1.0, seed=1)),
     }
     for name, (text, params) in tasks.items():

@@ -34,14 +34,16 @@ class PromptLookup:
         self._key = 0  # the last `longest` of the tokens read
 
     def propose(self, tokens: Sequence[int], most: int) -> list[int]:
-        """At most `most` ids that may follow `tokens`; fewer where the text ends, none where nothing matches."""
+        """`most` ids that may follow `tokens`; where the text ends before, it is taken to repeat itself from there on.
+        None where nothing matches."""
         self._index(tokens)
         if most < 1:
             return []
         for _, mask, ends in self._tables:
             end = ends.get(self._key & mask)
             if end is not None:
-                return list(tokens[end : end + most])
+                found = list(tokens[end : end + most])
+                return [found[i % len(found)] for i in range(most)]
         return []
 
     def close(self) -> None:

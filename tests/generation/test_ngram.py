@@ -16,7 +16,7 @@ def searched(tokens: Sequence[int], most: int, longest: int, shortest: int) -> l
     for n in range(longest, shortest - 1, -1):
         for end in range(len(tokens) - 1, n - 1, -1):
             if tokens[end - n : end] == tokens[len(tokens) - n :]:
-                return list(tokens[end : end + most])
+                return (list(tokens[end:]) * most)[:most]
     return []
 
 
@@ -46,7 +46,7 @@ def test_the_latest_of_the_longest() -> None:
     tokens = [1, 2, 3, 70, 9, 2, 3, 71, 3, 72, 1, 2, 3]
     assert PromptLookup(3, 1).propose(tokens, 2) == [70, 9], "three tokens stood there before"
     assert PromptLookup(2, 1).propose(tokens, 2) == [71, 3], "two of them later"
-    assert PromptLookup(1, 1).propose(tokens, 9) == [72, 1, 2, 3], "one later still, and no further than the text"
+    assert PromptLookup(1, 1).propose(tokens, 9) == [72, 1, 2, 3] * 2 + [72], "one later still, and round"
     assert PromptLookup(4, 4).propose(tokens, 2) == []
 
 
