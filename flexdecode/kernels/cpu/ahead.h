@@ -13,6 +13,10 @@
 namespace flex {
 namespace FLEX_ISA {
 
+// Caches to ask for. What is read by tiles goes to the second: a line on its way to the nearest holds one of its few places
+// until memory answers, and a tile's load from the second costs no more.
+constexpr int kNearest = 3, kSecond = 2;
+
 class Ahead {
  public:
   // Rows of keys or of values: their bytes, 0 where they are not read, and how far apart they lie.
@@ -28,14 +32,16 @@ class Ahead {
   // Runs up to number `stop`, counted from the start, may be asked for.
   void allow(int64_t stop) { stop_ = stop; }
 
-  // Asks for the next few lines. At the end of a run it may ask for some that follow it in memory.
+  // Asks for the next few lines, into the nearest cache or the second one. At the end of a run it may ask for some that
+  // follow it in memory.
+  template <int cache = kNearest>
   FLEX_INLINE void fetch(int64_t lines) {
     const char* at = at_;
     if (__builtin_expect(at >= end_, 0)) {
       if (!next()) return;
       at = at_;
     }
-    for (int64_t i = 0; i < lines; ++i) __builtin_prefetch(at + 64 * i);
+    for (int64_t i = 0; i < lines; ++i) __builtin_prefetch(at + 64 * i, 0, cache);
     at_ = at + 64 * lines;
   }
 
@@ -45,11 +51,12 @@ class Ahead {
   }
 
   // Catches up: everything before run `run` has been asked for.
+  template <int cache = kNearest>
   void until(int64_t run) {
     while (run_ < run || (run_ == run && (at_ < end_ || rest_ > 0))) {
       if (at_ >= end_ && !next()) return;
       const char* at = at_;
-      for (const char* end = end_; at < end; at += 64) __builtin_prefetch(at);
+      for (const char* end = end_; at < end; at += 64) __builtin_prefetch(at, 0, cache);
       at_ = at;
     }
   }

@@ -31,6 +31,8 @@ namespace FLEX_ISA {
 
 constexpr int64_t kLeadBytes = 12288;  // of keys and values asked for before they are read
 
+constexpr int cache_of(By by) { return by == By::tiles ? kSecond : kNearest; }
+
 // Softmax of one row over a block: scores become weights, the running maximum and total move on, and what was summed
 // before is scaled down. Scores are still to be multiplied by `scale` and, where they are given, the keys' scales; `seen`
 // has the keys' bits. `lines` to ask for with each vector.
@@ -59,7 +61,7 @@ FLEX_INLINE void softmax_row(Scratch& x, int64_t row, float scale, uint64_t seen
   vf total = {};
 #pragma GCC unroll 16
   for (int i = 0; i < kVectors; ++i) {
-    ahead.fetch(lines);
+    ahead.fetch<cache_of(by)>(lines);
     s[i] = vexp(s[i] - base);
     total += s[i];
     // Where nothing is seen, a value's scale may be anything.
@@ -252,7 +254,7 @@ void blocks(const AttendArgs& a, const Piece& piece, Scratch& x) {
     for (int64_t step = 0; step < steps; ++step) {
       // Many rows, or a pass that reads half of the lines, would otherwise run too far ahead.
       if (rows > kRows || a.pass != Pass::all) ahead.allow(std::min(2 * (steps * n + step + 1 + lead), 2 * steps * (n + 2)));
-      ahead.until(2 * (steps * n + step + 1));
+      ahead.until<cache_of(by)>(2 * (steps * n + step + 1));
       const int64_t first = step * keys;
       if (n < count && a.pass != Pass::weigh && first < now->n)
         score_keys<T, by>(a, rows, x, ring.keys(*now, n, step, x.spare), keys, first, ahead);

@@ -51,10 +51,10 @@ FLEX_INLINE void scores16x32(const bf16* q, int64_t rows, const bf16* k, int64_t
     _tile_loadd(4, q + kTileRows * i, 64);
     _tile_loadd(2, k + i, bytes);
     _tile_dpbf16ps(0, 2, 4);
-    ahead.fetch(16);
+    ahead.fetch<kSecond>(16);
     _tile_loadd(3, second + i, bytes);
     _tile_dpbf16ps(1, 3, 4);
-    ahead.fetch(16);
+    ahead.fetch<kSecond>(16);
   }
   if (i < dim) {
     _tile_loadd(7, q + kTileRows * i, 64);
@@ -83,7 +83,7 @@ FLEX_INLINE void pair_values(const bf16* v, int64_t stride, int64_t n, int64_t d
       bf16* to = out + kTileKeys * i + 16 * j;
       _mm512_storeu_si512(to, _mm512_unpacklo_epi16(a, b));
       _mm512_storeu_si512(to + kTileKeys * 16, _mm512_unpackhi_epi16(a, b));
-      ahead.fetch(2);
+      ahead.fetch<kSecond>(2);
     }
   }
 }
