@@ -27,8 +27,7 @@ constexpr bool halves(By by) { return by == By::bf16 || by == By::tiles; }
 // their number decides nothing.
 inline By by_of(const AttendArgs& a, int64_t rows) {
 #if FLEX_DOT_TILES
-  // Half a tile of wide heads was slower than dot products (docs/log.md).
-  const bool pays = a.alike || rows > 2 * kRows || (rows > kRows && a.head_dim <= 128);
+  const bool pays = a.alike || rows > kRows;  // measured (docs/log.md)
   if (a.q_type == Type::bf16 && a.kv_type == Type::bf16 && pays && a.head_dim % 2 == 0) return By::tiles;
 #endif
 #if FLEX_DOT_BF16
